@@ -25,11 +25,12 @@ _NAME = "kvq_capture"
 
 
 @contextmanager
-def attention_hook(model: Any, hook: AttentionHook) -> Iterator[dict[int, torch.nn.Module]]:
+def attention_hook(model: Any, hook: AttentionHook, *, batched: bool = False) -> Iterator[dict[int, torch.nn.Module]]:
     """Runs ``hook`` in place of every attention of a transformers model; yields the modules that attend, by layer.
 
-    It goes through transformers' attention registry. Sequences must be unpadded and one per batch. Sliding windows that
-    SGLang does not apply are left out here too. Attention that is not plain causal softmax is refused.
+    It goes through transformers' attention registry. Sequences must be unpadded and one per batch. If ``batched``, the
+    hook instead takes and returns tensors of a whole batch, ``[B, heads, T, D]``, and must not return None. Sliding
+    windows that SGLang does not apply are left out here too. Attention that is not plain causal softmax is refused.
     """
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -53,7 +54,7 @@ def attention_hook(model: Any, hook: AttentionHook) -> Iterator[dict[int, torch.
                     f"layer {module.layer_idx} uses {option}={kwargs[option]}: --kv-quant serves plain causal "
                     "attention only."
                 )
-        q, k, v = query[0], key[0], value[0]
+        q, k, v = (query, key, value) if batched else (query[0], key[0], value[0])
         if k.shape[-1] != v.shape[-1]:
             raise KVQuantError(
                 f"keys have head_dim {k.shape[-1]}, values {v.shape[-1]}: such models are not supported."
@@ -69,7 +70,8 @@ def attention_hook(model: Any, hook: AttentionHook) -> Iterator[dict[int, torch.
         out = hook(layer, q, k, v, scale)
         if out is None:
             out = causal_attention(q, k, v, scale)
-        return out.to(query.dtype).transpose(0, 1)[None].contiguous(), None
+        out = out.to(query.dtype)
+        return (out if batched else out[None]).transpose(1, 2).contiguous(), None
 
     previous = model.config._attn_implementation
     ALL_ATTENTION_FUNCTIONS.register(_NAME, attention)

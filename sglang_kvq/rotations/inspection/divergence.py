@@ -74,10 +74,10 @@ def divergences(
     for i, ids in enumerate(contexts):
         done = i * (1 + len(candidates))
         report(done, total)
-        reference = _log_probs(model, ids, FakeQuantAttention(None), first)
+        reference = log_probs(model, ids, FakeQuantAttention(None), first)
         for j, (name, attention) in enumerate(candidates.items()):
             report(done + 1 + j, total)
-            found[name].append(_compare(_log_probs(model, ids, attention, first), reference))
+            found[name].append(compare(log_probs(model, ids, attention, first), reference))
     report(total, total)
     return {
         name: TokenDivergence(torch.cat([d.kl for d in each]), torch.cat([d.agrees for d in each]))
@@ -85,7 +85,7 @@ def divergences(
     }
 
 
-def _compare(logp: torch.Tensor, reference: torch.Tensor) -> TokenDivergence:
+def compare(logp: torch.Tensor, reference: torch.Tensor) -> TokenDivergence:
     """Compares log-probabilities ``[tokens, vocab]``, in parts: a whole difference would need as much memory again."""
     kl = torch.cat(
         [
@@ -96,8 +96,8 @@ def _compare(logp: torch.Tensor, reference: torch.Tensor) -> TokenDivergence:
     return TokenDivergence(kl.cpu(), (logp.argmax(-1) == reference.argmax(-1)).cpu())
 
 
-def _log_probs(model: Any, ids: torch.Tensor, attention: FakeQuantAttention, first: int) -> torch.Tensor:
-    """Returns log-probabilities, float32 ``[T - first, vocab]``."""
+def log_probs(model: Any, ids: torch.Tensor, attention: FakeQuantAttention, first: int) -> torch.Tensor:
+    """Returns log-probabilities of what follows each token from ``first`` on, float32 ``[T - first, vocab]``."""
     with attention_hook(model, attention):
         ids = ids.to(model.device)
         out = model(ids[None], position_ids=positions(ids, 0), use_cache=False, logits_to_keep=len(ids) - first)

@@ -10,6 +10,7 @@ Clip ratios, sensitivities, ``kvq inspect`` and the divergence of a whole model 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
@@ -100,13 +101,61 @@ class RotatedContext:
             q[None], mixed(self.k, k), mixed(self.v, v), attn_mask=causal, scale=self.scale, enable_gqa=True
         )[0]
 
-    def output(self, k: torch.Tensor | None = None, v: torch.Tensor | None = None) -> torch.Tensor:
-        """Computes ``block`` for every page of queries, float32 ``[q_heads, T, D]``."""
-        return torch.cat([self.block(start, k, v) for start in range(0, self.q.shape[1], PAGE_SIZE)], dim=1)
+    def output(self, k: torch.Tensor | None = None, v: torch.Tensor | None = None, pages: int = 1) -> torch.Tensor:
+        """Computes ``block`` for every page of queries, float32 ``[q_heads, T, D]``.
+
+        ``pages`` of them are computed together. More than one is faster on a GPU, where single pages wait for launches,
+        and slower on a CPU.
+        """
+        if pages == 1:
+            blocks = [self.block(start, k, v) for start in range(0, self.q.shape[1], PAGE_SIZE)]
+        else:
+            blocks = [self._pages(start, pages, k, v) for start in range(0, self.q.shape[1], pages * PAGE_SIZE)]
+        return torch.cat(blocks, dim=1)
+
+    def _pages(self, start: int, pages: int, k: torch.Tensor | None, v: torch.Tensor | None) -> torch.Tensor:
+        """Computes ``block`` for several pages of queries at once.
+
+        The pages differ in where their history ends. Keys between the first page's and the last page's end therefore
+        come twice, quantized and exact, and a mask chooses.
+        """
+        q = self.q[:, start : start + pages * PAGE_SIZE]
+        heads, n, end = self.k.shape[0], q.shape[1], start + q.shape[1]
+        last = (end - 1) // PAGE_SIZE * PAGE_SIZE
+        low, high = (max(page - self.recent, self.sink) for page in (start, last))
+
+        def mixed(exact: torch.Tensor, old: torch.Tensor | None) -> torch.Tensor:
+            old = exact if old is None else old
+            return torch.cat((exact[:, : min(self.sink, end)], old[:, self.sink : high], exact[:, low:end]), dim=1)
+
+        group = q.shape[0] // heads  # as rows of their KV head: nothing is repeated, and all kernels of torch take it
+        rows = q.unflatten(0, (heads, group)).flatten(1, 2)
+        mask = _mask_of_pages(start, end, self.sink, self.recent, q.device).repeat(group, 1)
+        out = torch.nn.functional.scaled_dot_product_attention(
+            rows[None], mixed(self.k, k)[None], mixed(self.v, v)[None], attn_mask=mask, scale=self.scale
+        )
+        blocks: torch.Tensor = out[0].unflatten(1, (group, n)).flatten(0, 1)
+        return blocks
 
     def to_model_basis(self, output: torch.Tensor) -> torch.Tensor:
         """Transforms an output, or a difference of two, to the model's own basis; same shape."""
         return output if self.back is None else output @ self.back
+
+
+@lru_cache(maxsize=256)
+def _mask_of_pages(start: int, end: int, sink: int, recent: int, device: torch.device) -> torch.Tensor:
+    """Builds the mask of ``RotatedContext._pages``, bool ``[queries, keys]``; the same in all layers."""
+    with torch.inference_mode(False):  # a cached tensor may meet autograd later
+        query = torch.arange(start, end, device=device)[:, None]
+        history_end = (query // PAGE_SIZE * PAGE_SIZE - recent).clamp(min=sink)
+        low, high = (max(page - recent, sink) for page in (start, (end - 1) // PAGE_SIZE * PAGE_SIZE))
+        first, old, exact = (
+            torch.arange(*ends, device=device) for ends in ((min(sink, end),), (sink, high), (low, max(end, low)))
+        )
+        return torch.cat(
+            [first <= query, old < history_end, (exact >= history_end) & (exact <= query)],
+            dim=1,
+        )
 
 
 def causal_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:

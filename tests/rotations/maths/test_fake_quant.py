@@ -40,6 +40,19 @@ def test_history_is_what_lies_between_sink_and_window():
             torch.testing.assert_close(found[head, token], weights @ v[head // 2], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("tokens", [448, 447, 40])
+@pytest.mark.parametrize("sink, recent", [(0, 64), (64, 128), (128, 320), (64, 1024), (512, 0)])
+def test_several_pages_at_once_are_those_pages(tokens, sink, recent):
+    q, k, v = (x.float() for x in activations(tokens=tokens))
+    context = RotatedContext(q, k, v, SCALE, sink, recent)
+    old_k, old_v = k + 1.0, 2 * v
+    for given in ((old_k, old_v), (None, old_v), (old_k, None)):
+        want = context.output(*given)
+        for pages in (2, 3, 8):
+            torch.testing.assert_close(context.output(*given, pages=pages), want, rtol=1e-4, atol=1e-5)
+    assert (recent + sink >= tokens) == torch.equal(context.output(old_k, old_v), context.output())
+
+
 @pytest.mark.parametrize("heads", [1, 2], ids=["shared", "per head"])
 @pytest.mark.parametrize("balanced", [False, True], ids=["orthogonal", "balanced"])
 def test_rotations_change_nothing_but_rounding(heads, balanced):
