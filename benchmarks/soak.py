@@ -109,8 +109,8 @@ class Checker:
         ``resumed`` goes on after a part of its answer. ``beside another`` begins as a longer prompt does that was there
         before: what it finds cached of that one lies outside the longer one's window, so it reads quantized what a
         request with a prompt of its own would read in BF16. ``late`` finds its whole prompt cached, but by then others
-        have taken all its BF16 copies, those of its sinks too. ``late twice`` does so for a half of its prompt, and then
-        for all of it.
+        have taken all its BF16 copies, those of its sinks too. ``late twice`` does so for a half of its prompt, and
+        then for all of it.
         """
         rng = random.Random(7)
         answers = []

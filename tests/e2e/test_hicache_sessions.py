@@ -7,7 +7,6 @@ import os
 import random
 from pathlib import Path
 
-import numpy as np
 import pytest
 import requests
 from transformers import AutoTokenizer
@@ -16,7 +15,7 @@ from sglang_kvq.constants import PAGE_SIZE as P
 from tests.e2e import word_embeddings
 from tests.e2e.client import held_out_text
 from tests.e2e.test_hicache import wait_for
-from tests.e2e.test_sessions import BUDGET, FACT, FLAGS, QUESTION, Sessions, assert_read, logprobs
+from tests.e2e.test_sessions import BUDGET, FLAGS, QUESTION, Sessions, assert_read
 
 #: Room for a history of 24 pages, its copies and one more prompt.
 POOL = 48
@@ -43,10 +42,9 @@ def client(servers, plugins, storage, tmp_path) -> Sessions:
 
 @pytest.fixture
 def prompt(model) -> list[int]:
-    """1,500 tokens of prose with a fact in them, and a question."""
+    """1,500 tokens of prose, and a question."""
     tokenizer = AutoTokenizer.from_pretrained(model)
-    prose, fact = tokenizer(held_out_text()).input_ids, tokenizer(f"\n{FACT}\n").input_ids
-    return [*prose[:300], *fact, *prose[300 : 1500 - len(fact)], *tokenizer(QUESTION).input_ids]
+    return [*tokenizer(held_out_text()).input_ids[:1500], *tokenizer(QUESTION).input_ids]
 
 
 def push_out(client: Sessions) -> None:
@@ -65,12 +63,13 @@ def computed(client: Sessions) -> float:
 
 
 def test_a_history_comes_back(client, model, prompt, storage):
-    """From the host, then from files: the same pages are chosen, the answer is as right, and little is computed."""
+    """From the host, then from files: pages are chosen of it, the answer is right, and little is computed."""
     client.flush()
     first = client.turn(prompt, "long", 6)
     chosen = assert_read(client, model, "long", prompt, first)["read"]
     client.wait_computed("long", chosen["of_tokens"])
     wait_for(lambda: len(list(storage.glob("*.bin"))) >= chosen["of_tokens"] // P, "pages do not arrive in storage")
+    rebuilt = 0
     for place in ("host", "storage"):
         push_out(client)
         if place == "storage":
@@ -80,6 +79,6 @@ def test_a_history_comes_back(client, model, prompt, storage):
         spent = computed(client) - before
         assert spent < BUDGET, f"{spent} tokens computed although the history is in the {place}"
         session = assert_read(client, model, "long", prompt, answer)
-        assert session["read"] == chosen and session["rebuilt"] >= 1
-        assert np.abs(np.subtract(logprobs(answer), logprobs(first))).mean() < 0.2
+        assert session["rebuilt"] > rebuilt, "the setting: the history had left the device"
+        rebuilt = session["rebuilt"]
     assert client.state()["errors"] == 0 and client.state()["damaged_pages"] == 0

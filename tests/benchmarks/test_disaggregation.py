@@ -1,0 +1,46 @@
+"""The benchmark of two servers: every request goes to both, and its bytes are counted."""
+
+from __future__ import annotations
+
+import argparse
+import socket
+
+from benchmarks import disaggregation
+from sglang_kvq.evaluation.specs import parse
+
+
+def test_the_loopback_counts_what_it_carries():
+    before = disaggregation.loopback_bytes()
+    one, other = socket.create_server(("127.0.0.1", 0)), socket.socket()
+    with one, other:
+        other.connect(one.getsockname())
+        there, _ = one.accept()
+        with there:
+            sent = 0
+            while sent < 1 << 16:
+                sent += other.send(b"x" * 1024)
+                there.recv(1024)
+    assert disaggregation.loopback_bytes() - before >= 1 << 16
+
+
+def test_both_servers_get_the_same_request():
+    asked: dict[str, dict] = {}
+
+    def server(name: str) -> argparse.Namespace:
+        return argparse.Namespace(json=lambda path, body: asked.setdefault(name, body) and {"output_ids": [1, 2]})
+
+    ids, spent, carried = disaggregation.Pair(server("prefill"), server("decode"), 5).ask([7, 8], 2)
+    assert ids == [1, 2] and spent > 0 and carried >= 0
+    assert asked["prefill"] == asked["decode"] and asked["decode"]["bootstrap_port"] == 5
+
+
+def test_roles_are_flags_of_the_servers(tmp_path):
+    args = argparse.Namespace(
+        cpu=True, model=disaggregation.MODEL, layers=2, lengths=[300], mem_fraction_static="0.8", gpus=1
+    )
+    spec = parse("none")
+    prefill = disaggregation.make(spec, args, tmp_path, "prefill", 0, *disaggregation.MODE, "prefill").command
+    alone = disaggregation.make(spec, args, tmp_path, "alone", 0).command
+    assert prefill[prefill.index("--disaggregation-mode") + 1] == "prefill"
+    assert "--disaggregation-mode" not in alone and "--disable-radix-cache" in alone
+    assert int(alone[alone.index("--max-total-tokens", alone.index("--context-length")) + 1]) >= 2 * 300

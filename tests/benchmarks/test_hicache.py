@@ -1,0 +1,93 @@
+"""The benchmark of HiCache: where pages were, what files hold, and rows that are kept; servers are functions here."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import pytest
+
+from benchmarks import hicache, record
+from benchmarks.bench_serving.workloads import WORKLOADS
+from sglang_kvq.errors import KVQuantError
+
+LENGTH = 128
+PROMPT = list(range(LENGTH + hicache.TURN))
+
+
+class FakeServer:
+    """Answers from ``places`` in turn; log-probabilities differ by what the place adds to them."""
+
+    def __init__(self, *places: tuple[str, int], shift: dict[str, float] | None = None) -> None:
+        self.places, self.shift, self.asked = list(places), shift or {}, 0
+
+    def drain(self) -> None: ...
+
+    def json(self, path: str, body: dict, timeout: float = 0) -> dict:
+        if not body.get("return_logprob"):
+            return {"meta_info": {}}
+        place, tokens = self.places.pop(0)
+        count = len(body["input_ids"]) - body["logprob_start_len"]
+        base = -1.0 - self.shift.get(place, 0.0)
+        own = [[None, 0, None], *([base, 7, None] for _ in range(count - 1))]
+        top = [None, *([[base, 7, None], [-3.0, 8, None]] for _ in range(count - 1))]
+        details = {"device": 0, "host": 0, "storage": 0, place: tokens}
+        found = {"input_token_logprobs": own, "input_top_logprobs": top, "cached_tokens_details": details}
+        return {"meta_info": found}
+
+
+def asking(*places: tuple[str, int], **shift: float) -> hicache.Answers:
+    return hicache.Answers(FakeServer(*places, shift=shift), LENGTH, 2, lambda number: [number])
+
+
+def test_answers_are_compared_with_pages_that_stayed():
+    places = [(place, LENGTH) for place in ("device", "device", "host", "storage")]
+    row = asking(*places, host=0.25).row(PROMPT)
+    assert row["host_apart"] == 0.25 and row["storage_apart"] == 0.0
+    assert row["kl_stayed"] == 0.0 and row["kl_host"] > 0.01 and row["kl_storage"] == 0.0
+
+
+@pytest.mark.parametrize("wrong", [("host", LENGTH), ("device", LENGTH - 64)])
+def test_pages_that_were_elsewhere_have_no_figure(wrong):
+    with pytest.raises(KVQuantError, match="all should be from the device"):
+        asking(wrong).row(PROMPT)
+
+
+def test_files_are_counted_and_waited_for(tmp_path):
+    for name, size in (("a.bin", 10), ("b.bin", 30), ("c.tmp", 5)):
+        (tmp_path / name).write_bytes(b"x" * size)
+    assert hicache.files_of(tmp_path) == (2, 40)
+    hicache.wait_for_files(tmp_path, 2)
+    with pytest.raises(KVQuantError, match="2 of 3 pages after 0 s"):
+        hicache.wait_for_files(tmp_path, 3, 0.3)
+    assert hicache.settled(tmp_path) == (2, 40)
+    hicache.forget_files(tmp_path)
+    assert hicache.files_of(tmp_path) == (2, 40)
+
+
+def test_cached_tokens_by_place():
+    text = (
+        'sglang:prompt_tokens_total{model="m"} 100.0\n'
+        'sglang:cached_tokens_total{cache_source="device"} 30.0\n'
+        'sglang:cached_tokens_total{cache_source="host"} 20.0\n'
+        'sglang:cached_tokens_total{cache_source="storage_file"} 5.0\n'
+        'sglang:cached_tokens_total{cache_source="total"} 55.0\n'
+    )
+    server = argparse.Namespace(request=lambda path: text.encode())
+    assert hicache.prompt_tokens(server) == {"all": 100.0, "device": 30.0, "host": 20.0, "storage": 5.0}
+
+
+def test_conversations_all_run_at_once():
+    args = argparse.Namespace(tiny=False, conversations=256, seconds=9.0)
+    workload = hicache.conversations(args)
+    (load,), (base,) = workload.loads, WORKLOADS["chats"].loads
+    assert load.clients == load.requests == 256 and load.turns == base.turns and workload.seconds == 9.0
+
+
+def test_rows_of_the_file_are_kept(tmp_path: Path, capsys):
+    out = tmp_path / "rows.json"
+    record.merge(out, "hicache", [{"scenario": "traffic, oscar"}], key="scenario")
+    args = argparse.Namespace(out=out, again=False)
+    assert hicache.kept(args, "traffic, oscar") and not hicache.kept(args, "traffic, none")
+    assert capsys.readouterr().out == "traffic, oscar: kept\n"
+    assert not hicache.kept(argparse.Namespace(out=out, again=True), "traffic, oscar")
