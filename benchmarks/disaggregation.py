@@ -32,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks import record
 from benchmarks.bench_serving import servers
 from benchmarks.capacity import MODEL, existing_folder, name_of
+from benchmarks.pair_server import MODE
 from benchmarks.tiny_server import body
 from launch.server import Server
 from sglang_kvq.constants import PAGE_SIZE
@@ -40,8 +41,6 @@ from sglang_kvq.evaluation.specs import MethodSpec
 from sglang_kvq.server_process import free_port
 
 Row = dict[str, Any]
-#: What makes a server one of a pair; its role comes next.
-MODE = ("--disaggregation-transfer-backend", "mooncake_tcp", "--disaggregation-mode")
 #: Tokens of a pool beyond two prompts: answers, and whole pages.
 ROOM = 4096
 #: Tokens of the answers that are compared.

@@ -18,6 +18,7 @@ tenth prompt before comparing, and must fail.
 from __future__ import annotations
 
 import argparse
+import os
 import queue
 import random
 import re
@@ -38,6 +39,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import record
 from benchmarks.answers import Bound, Difference, another_page, forced, token_difference
+from benchmarks.pair_server import MODE, PairServer, on_a_cpu
 from benchmarks.soak_traffic import Answer, Scale, Traffic, draw_tokens
 from benchmarks.tiny_hybrids import SERVER_FLAGS
 from benchmarks.tiny_models import MODELS, VOCABULARY
@@ -45,7 +47,7 @@ from benchmarks.tiny_server import IDLE_CHECK, TinyServer, body, gpu_names, plug
 from launch.server import ServerError
 from sglang_kvq.config import KVQuantConfig
 from sglang_kvq.constants import PAGE_SIZE
-from sglang_kvq.server_process import ServerFailed
+from sglang_kvq.server_process import ServerFailed, free_port
 
 GPU = Scale(16, 12000, (4, 48), (200, 400), 32768, 2048, 16, 24, 24, 0.3, 60.0, 90)
 CPU = Scale(16, 700, (4, 12), (20, 40), 2560, 256, 4, 5, 8, 3.0, 60.0, 8)
@@ -217,7 +219,7 @@ class Soak:
         self.model = tiny if layers == tiny.layers else replace(tiny, name=f"{tiny.name}_{layers}", layers=layers)
         self.traffic: Traffic | None = None
         self.checker: Checker | None = None
-        self.server: TinyServer | None = None
+        self.server: TinyServer | PairServer | None = None
         self.seconds, self.leaked, self.pauses = 0.0, 0, 0
         self.stopped: list[str] = []
         self.waiting: queue.Queue[Answer] = queue.Queue(maxsize=32)
@@ -242,14 +244,16 @@ class Soak:
 
     @property
     def streaming(self) -> bool:
-        """Whether some clients keep streaming sessions, which neither drafts nor HiCache know."""
-        return self.args.speculation == "none" and not self.args.hicache
+        """Whether some clients keep streaming sessions, which drafts, HiCache and pairs do not know."""
+        return self.args.speculation == "none" and not self.args.hicache and not self.args.pair
 
     def own_flags(self) -> list[str]:
         """Of the server with traffic only: alone, answers come without drafts, and from pages that never left."""
         if self.args.hicache:
             storage = ["--hicache-storage-backend", "file"] if self.args.hicache == "file" else []
             return ["--enable-hierarchical-cache", "--hicache-ratio", "2", "--enable-cache-report", *storage]
+        if self.args.pair:
+            return []
         if self.streaming:
             return ["--enable-streaming-session"]
         return [
@@ -257,11 +261,21 @@ class Soak:
             *("--speculative-num-draft-tokens", "5"),
         ]
 
-    def make(self, name: str, gpu: int, env: dict[str, str]) -> TinyServer:
+    def make_pair(self, gpus: tuple[int, int]) -> PairServer:
+        """The decode server retracts."""
+        port = free_port()
+        prefill = [*MODE, "prefill", "--disaggregation-bootstrap-port", str(port)]
+        one = self.make("prefill", gpus[0], {}, prefill)
+        return PairServer(one, self.make("decode", gpus[1], RETRACT, [*MODE, "decode"]), port)
+
+    def make(self, name: str, gpu: int, env: dict[str, str], more: Sequence[str] = ()) -> TinyServer:
         model = self.model.write(self.folder)
         # Checked whenever idle; tests/gpu also checks between steps, which would slow the traffic.
         base = {IDLE_CHECK: "1", **plugin_path(self.folder)}
-        flags = [*self.flags(), *(self.own_flags() if name == "server" else ["--enable-streaming-session"])]
+        own = self.own_flags() if name == "server" else [] if more else ["--enable-streaming-session"]
+        flags = [*self.flags(), *own, *more]
+        if more and self.cpu:
+            base["PYTHONPATH"] = on_a_cpu(self.folder, base.get("PYTHONPATH", os.environ.get("PYTHONPATH", "")))
         base["SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"] = str(self.folder / "pages")
         return TinyServer(model, flags, cpu=self.cpu, log=self.folder / f"{name}.log", env={**base, **env}, gpus=[gpu])
 
@@ -301,7 +315,7 @@ class Soak:
 
     def run(self) -> bool:
         second_gpu = 1 if self.gpus > 1 else 0
-        self.server = self.make("server", 0, RETRACT)
+        self.server = self.make_pair((0, second_gpu)) if self.args.pair else self.make("server", 0, RETRACT)
         reference = self.make("reference", second_gpu, {}) if self.second else self.server
         servers = [self.server, reference] if self.second else [self.server]
         try:
@@ -329,7 +343,9 @@ class Soak:
 
     def _soak(self) -> None:
         self.server.drain()
-        self.traffic = Traffic(self.server, self.scale, self.args.seed, self.offer, self.streaming)
+        without = [] if self.streaming else ["streaming"]
+        without += ["parallel", "session"] if self.args.pair else []
+        self.traffic = Traffic(self.server, self.scale, self.args.seed, self.offer, without)
         comparing = threading.Thread(target=self.compare, daemon=True)
         if self.second:
             comparing.start()
@@ -426,6 +442,7 @@ class Soak:
             "kinds": dict(c.kinds) if c else {},
             "fault": self.args.fault,
             "hicache": self.args.hicache or "",
+            "pair": self.args.pair,
             "cached_tokens": dict(c.places) if c else {},
             "notes": [*self.stopped[:6], *(k.examples if k else []), *(c.messages[:4] if c else [])],
         }
@@ -508,6 +525,7 @@ def main() -> int:
         "--speculation", choices=("none", "ngram"), default="none", help="how drafts are made; default %(default)s"
     )
     parser.add_argument("--hicache", choices=("host", "file"), help="pages also go to host memory, or on to files")
+    parser.add_argument("--pair", action="store_true", help="a prefill and a decode server, by Mooncake over TCP")
     parser.add_argument("--seed", type=int, default=0, help="of the traffic")
     parser.add_argument("--fault", action="store_true", help="compare with wrong prompts now and then: must fail")
     parser.add_argument("--logs", type=Path, help="keep the servers' logs and the model here")
@@ -525,8 +543,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    import os
-
     code = main()
     sys.stdout.flush()
     os._exit(code)  # clients' threads may still wait for a server that is gone

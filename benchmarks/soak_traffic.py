@@ -8,9 +8,10 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from benchmarks.pair_server import PairServer
 from benchmarks.tiny_models import VOCABULARY
 from benchmarks.tiny_server import TinyServer, body
 from launch.server import ServerError
@@ -116,14 +117,19 @@ class Traffic:
 
     Args:
         checked: told each answer.
-        streaming: whether some jobs are sessions that keep their rows.
+        without: kinds of jobs that the server does not know.
     """
 
     def __init__(
-        self, server: TinyServer, scale: Scale, seed: int, checked: Callable[[Answer], None], streaming: bool = True
+        self,
+        server: TinyServer | PairServer,
+        scale: Scale,
+        seed: int,
+        checked: Callable[[Answer], None],
+        without: Sequence[str] = (),
     ) -> None:
         self.server, self.scale, self.seed, self.checked = server, scale, seed, checked
-        self.kinds = {kind: weight for kind, weight in KINDS.items() if streaming or kind != "streaming"}
+        self.kinds = {kind: weight for kind, weight in KINDS.items() if kind not in without}
         self.counts, self.stopping, self.open = Counts(), threading.Event(), threading.Event()
         self.prefixes = Prefixes(scale, random.Random(seed))
         self.busy, self.idle = 0, threading.Condition()

@@ -107,6 +107,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
             seed=1,
             fault=fault,
             hicache=None,
+            pair=False,
             logs=None,
         )
         run = soak.Soak(args, tmp_path, 1)

@@ -1,0 +1,156 @@
+"""A prefill and a decode server that together look like one server of a tiny model."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from benchmarks.tiny_server import TinyServer, body
+from launch.server import ServerError
+from sglang_kvq.server_process import ServerFailed
+
+ROOT = Path(__file__).resolve().parent.parent
+#: What makes a server one of a pair; its role comes next.
+MODE = ("--disaggregation-transfer-backend", "mooncake_tcp", "--disaggregation-mode")
+
+
+def on_a_cpu(folder: Path, path: str) -> str:
+    """Returns a PYTHONPATH with which servers transfer pages on a CPU: SGLang's shortcut for page ids needs CUDA.
+
+    Args:
+        path: what else it has.
+    """
+    name, place = "transfers_on_cpu", folder / "plugins"
+    info = place / f"{name}-0.0.dist-info"
+    info.mkdir(parents=True, exist_ok=True)
+    shutil.copy(ROOT / "tests" / "e2e" / f"{name}.py", place)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name.replace('_', '-')}\nVersion: 0.0\n")
+    (info / "entry_points.txt").write_text(f"[sglang.srt.plugins]\n{name} = {name}:install\n")
+    return os.pathsep.join(filter(None, (str(place), path)))
+
+
+class PairServer:
+    """Sends each request to both, as SGLang's router does.
+
+    Args:
+        port: where the prefill server tells the other one its address.
+    """
+
+    def __init__(self, prefill: TinyServer, decode: TinyServer, port: int) -> None:
+        self.prefill, self.decode, self.port = prefill, decode, port
+        self.command, self.both = decode.command, (prefill, decode)
+
+    def start(self, timeout: float | None = None) -> PairServer:
+        with ThreadPoolExecutor(2) as pool:
+            for job in [pool.submit(server.start, timeout) for server in self.both]:
+                job.result()
+        return self
+
+    def stop(self, grace: float = 10.0) -> None:
+        for server in self.both:
+            server.stop(grace)
+
+    @property
+    def running(self) -> bool:
+        return all(server.running for server in self.both)
+
+    def check_alive(self) -> None:
+        for server in self.both:
+            server.check_alive()
+
+    def log(self) -> str:
+        return "\n".join(server.log() for server in self.both)
+
+    def log_tail(self, lines: int = 40) -> str:
+        return "\n".join(server.log_tail(lines) for server in self.both)
+
+    def states(self) -> list[dict[str, Any]]:
+        return [state for server in self.both for state in server.states()]
+
+    def drain(self, seconds: float = 60) -> None:
+        for server in self.both:
+            server.drain(seconds)
+
+    # -- requests -----------------------------------------------------------------------------------------
+
+    def request(self, path: str, asked: Any = None, timeout: float = 300.0) -> bytes:
+        """Sends what is no prompt, such as an abort, to both; returns the decode server's answer."""
+        answers = [server.request(path, asked, timeout) for server in self.both]
+        return answers[-1]
+
+    def json(self, path: str, asked: Any = None, timeout: float = 300.0) -> Any:
+        """Returns the decode server's answer, or a list of them for a list of prompts.
+
+        ``cached_tokens`` is the prefill server's, which has read them.
+        """
+        if path != "/generate":
+            return self.decode.json(path, asked, timeout)
+        ids = asked["input_ids"]
+        if ids and isinstance(ids[0], list):
+            with ThreadPoolExecutor(len(ids)) as pool:
+                return list(pool.map(lambda one: self._answer({**asked, "input_ids": one}, timeout), ids))
+        return self._answer(asked, timeout)
+
+    def _answer(self, asked: dict[str, Any], timeout: float) -> dict[str, Any]:
+        asked = self._in_a_room(asked)
+        with ThreadPoolExecutor(1) as pool:
+            first = pool.submit(self.prefill.json, "/generate", asked, timeout)
+            answer: dict[str, Any] = self.decode.json("/generate", asked, timeout)
+            answer["meta_info"]["cached_tokens"] = first.result()["meta_info"].get("cached_tokens", 0)
+        return answer
+
+    def _in_a_room(self, asked: dict[str, Any]) -> dict[str, Any]:
+        where = {"bootstrap_host": "127.0.0.1", "bootstrap_port": self.port}
+        return {**asked, **where, "bootstrap_room": random.getrandbits(30)}
+
+    @contextmanager
+    def stream(
+        self, path: str, asked: dict[str, Any], timeout: float = 120, headers: Mapping[str, str] | None = None
+    ) -> Iterator[Any]:
+        """The decode server's open response; whoever leaves it early leaves both servers."""
+        asked = self._in_a_room(asked)
+        opened: list[Any] = []
+        left = threading.Event()
+
+        def read() -> None:
+            with suppress(OSError, ValueError), self.prefill.stream(path, asked, timeout, headers) as response:
+                opened.append(response)
+                while not left.is_set() and response.readline():
+                    pass
+
+        reader = threading.Thread(target=read, daemon=True)
+        reader.start()
+        try:
+            with self.decode.stream(path, asked, timeout, headers) as response:
+                yield response
+        finally:
+            left.set()
+            for response in opened:
+                with suppress(OSError, AttributeError):
+                    response.close()
+            reader.join(5)
+
+    # -- looking inside -----------------------------------------------------------------------------------
+
+    def held_when_empty(self) -> list[str]:
+        """What a server still holds although nothing runs and the caches were flushed; [] is what should be."""
+        self.drain()
+        with suppress(ServerError, ServerFailed):
+            self.json("/generate", body([[5, 6, 7 + n] for n in range(8)], 2), timeout=60)
+        self.drain()
+        time.sleep(1.0)  # the idle checks of SGLang and of the plugin
+        self.check_alive()
+        found = []
+        for name, server in zip(("prefill", "decode"), self.both):
+            for state in server.states():
+                held = {key: value for key, value in state.get("kv_quant", {}).get("tiers", {}).items() if value}
+                found += [f"the {name} server holds {held}"] if held else []
+        return found + [line for line in self.log().splitlines() if "leak detected" in line.lower()][:3]

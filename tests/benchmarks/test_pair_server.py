@@ -1,0 +1,75 @@
+"""Two servers that look like one: each request goes to both, and what is left goes from both."""
+
+from __future__ import annotations
+
+import io
+import threading
+
+import pytest
+
+from benchmarks.pair_server import PairServer
+
+
+class Half:
+    """A server that notes what it is asked."""
+
+    command, running = ["--kv-quant", "int4"], True
+
+    def __init__(self, cached: int, events: int = 3) -> None:
+        self.cached, self.events, self.asked, self.closed = cached, events, [], threading.Event()
+
+    def json(self, path, asked, timeout=0):
+        self.asked.append(asked)
+        return {"output_ids": [self.cached], "meta_info": {"cached_tokens": self.cached}}
+
+    def request(self, path, asked, timeout=0):
+        self.asked.append((path, asked))
+        return str(self.cached).encode()
+
+    def stream(self, path, asked, timeout, headers):
+        self.asked.append(asked)
+        half = self
+
+        class Response(io.BytesIO):
+            def __exit__(self, *exc) -> None:
+                half.closed.set()
+
+        return Response(b"data\n" * self.events)
+
+    def log(self) -> str:
+        return ""
+
+    def drain(self, seconds: float = 0) -> None: ...
+
+    def check_alive(self) -> None: ...
+
+    def states(self) -> list[dict]:
+        return [{"kv_quant": {"tiers": {"quantized_tokens": self.cached}}}]
+
+
+@pytest.fixture
+def pair() -> PairServer:
+    return PairServer(Half(64), Half(0), 7)
+
+
+def test_the_decode_server_answers_and_the_prefill_server_knows_what_was_cached(pair):
+    answer = pair.json("/generate", {"input_ids": [1, 2]})
+    assert answer == {"output_ids": [0], "meta_info": {"cached_tokens": 64}}
+    assert pair.prefill.asked == pair.decode.asked and pair.decode.asked[0]["bootstrap_port"] == 7
+    answers = pair.json("/generate", {"input_ids": [[1], [2], [3]]})
+    assert len(answers) == 3 and sorted(x["input_ids"][0] for x in pair.decode.asked[1:]) == [1, 2, 3]
+    rooms = {asked["bootstrap_room"] for asked in pair.decode.asked}
+    assert len(rooms) == 4, "each request meets its other half in a room of its own"
+
+
+def test_who_leaves_a_stream_leaves_both(pair):
+    with pair.stream("/generate", {"input_ids": [1]}) as response:
+        assert response.readline() == b"data\n"
+    assert pair.prefill.closed.wait(5) and pair.decode.closed.is_set()
+    pair.request("/abort_request", {"rid": "x"})
+    assert pair.prefill.asked[-1] == pair.decode.asked[-1] == ("/abort_request", {"rid": "x"})
+
+
+def test_what_either_holds_is_told(pair, monkeypatch):
+    monkeypatch.setattr("benchmarks.pair_server.time.sleep", lambda seconds: None)
+    assert pair.held_when_empty() == ["the prefill server holds {'quantized_tokens': 64}"]
