@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -29,8 +30,12 @@ FLAGS = (
     *("--episodic-policy", "retrieve", "--episodic-budget", "1024", "--episodic-block", "192"),
 )
 #: Flags of the manifest that say how the router chooses a server, not where it finds them.
-CHOICE = re.compile("--(policy|assignment-mode|max-idle-secs)=")
+CHOICE = re.compile("--(policy|assignment-mode|max-idle-secs|health-|disable-circuit-breaker)")
 FORGETFUL = ("--policy=round_robin",)
+#: Seconds. The router's own limit for a health check is five.
+LATE = 6
+#: Refused requests in a row. Ten open the router's circuit breaker, unless it is off.
+REFUSED = 11
 SESSIONS = [f"conversation-{n}" for n in range(4)]
 TURNS = 5
 #: About 140 tokens.
@@ -60,7 +65,7 @@ def servers(shallow_model: Path, tmp_path_factory: pytest.TempPathFactory) -> It
         preloaded.stop()
 
 
-def sticky() -> list[str]:
+def choice() -> list[str]:
     """Returns the flags of the router in launch/kubernetes that keep a session on one server."""
     objects = yaml.safe_load_all((ROOT / "launch" / "kubernetes" / "replicas" / "router.yaml").read_text())
     (pod,) = (one["spec"]["template"]["spec"] for one in objects if one["kind"] == "Deployment")
@@ -68,13 +73,16 @@ def sticky() -> list[str]:
 
 
 @contextmanager
-def routed(servers: list[Server], log: Path, *policy: str) -> Iterator[ServerProcess]:
-    """A router before the servers, once it knows them: it is healthy before."""
+def routed(servers: list[Server], log: Path, *more: str) -> Iterator[ServerProcess]:
+    """A router before the servers, once it knows them: it is healthy before.
+
+    It has the manifest's flags. Only its health checks are more frequent, so that it soon misses a dead server.
+    """
     port = free_port()
     command = [
-        *(sys.executable, "-m", "sglang_router.launch_router", "--host", "127.0.0.1", "--port", str(port), *policy),
-        *("--prometheus-port", str(free_port()), "--health-check-interval-secs", "1"),
-        *("--health-failure-threshold", "1", "--worker-urls", *(server.url for server in servers)),
+        *(sys.executable, "-m", "sglang_router.launch_router", "--host", "127.0.0.1", "--port", str(port), *choice()),
+        *("--health-check-interval-secs=1", "--prometheus-port", str(free_port()), *more),
+        *("--worker-urls", *(server.url for server in servers)),
     ]
     router = ServerProcess(command, log, port).start()
     try:
@@ -88,7 +96,7 @@ def routed(servers: list[Server], log: Path, *policy: str) -> Iterator[ServerPro
 
 @pytest.fixture(scope="module")
 def router(servers: list[Server], tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    with routed(servers, tmp_path_factory.mktemp("router") / "router.log", *sticky()) as router:
+    with routed(servers, tmp_path_factory.mktemp("router") / "router.log") as router:
         yield router
 
 
@@ -112,6 +120,11 @@ def known(server: Server, prefix: str) -> set[str]:
     return {one["id"] for one in server.json("/v1/sessions")["data"] if one["id"].startswith(prefix)}
 
 
+def homes(servers: list[Server]) -> list[set[str]]:
+    """Returns which of the conversations each server remembers."""
+    return [known(server, "conversation") for server in servers]
+
+
 def computed(server: Server) -> float:
     """Returns the prompt tokens of sessions that a server computed, by its metrics."""
     lines = server.request("/metrics").decode().splitlines()
@@ -132,11 +145,38 @@ def test_sessions_stay_on_one_server(router: ServerProcess, servers: list[Server
     with ThreadPoolExecutor() as pool:  # the router counts the sessions that are being answered
         list(pool.map(lambda name: served(router, name, 0), SESSIONS))
     lengths = [[served(router, name, n) for name in SESSIONS] for n in range(1, TURNS)]
-    first, second = (known(server, "conversation") for server in servers)
-    assert first | second == set(SESSIONS) and not first & second
+    first, second = homes(servers)
+    assert first | second == set(SESSIONS) and not first & second, router.log_tail()
     assert len(first) == len(second), "the router divides the sessions evenly"
     new = sum(settled(servers)) - sum(before)
     assert sum(lengths[-1]) <= new <= 1.5 * sum(lengths[-1]), "each token once, and again what fills no page yet"
+
+
+def test_a_server_that_answers_late_keeps_its_sessions(router: ServerProcess, servers: list[Server]) -> None:
+    """A busy server: one health check that times out must not move the sessions of a server."""
+    before = homes(servers)
+    late, owned = next((server, names) for server, names in zip(servers, before) if SESSIONS[0] in names)
+    assert late.process is not None
+    os.killpg(late.process.pid, signal.SIGSTOP)
+    try:
+        time.sleep(LATE)
+    finally:
+        os.killpg(late.process.pid, signal.SIGCONT)
+    for name in sorted(owned):
+        served(router, name, TURNS - 1)
+    assert homes(servers) == before, router.log_tail()
+
+
+def test_refused_requests_move_no_session(router: ServerProcess, servers: list[Server]) -> None:
+    """One client's mistakes must not move the sessions of others."""
+    before = homes(servers)
+    for _ in range(REFUSED):
+        body = {"text": "Hello " * 10_000, "sampling_params": {"max_new_tokens": 1}}
+        answer = requests.post(f"{router.url}/generate", json=body, headers={KEY: "refused"}, timeout=300)
+        assert answer.status_code == 400, answer.text
+    for name in SESSIONS:
+        served(router, name, TURNS - 1)
+    assert homes(servers) == before, router.log_tail()
 
 
 def test_what_the_router_does_not_pass_on_names_no_session(router: ServerProcess, servers: list[Server]) -> None:
