@@ -29,13 +29,15 @@ FLAGS = (
     *("--kv-quant", "int4", "--kv-quant-recent", "128", "--enable-metrics", "--episodic-session-header", KEY),
     *("--episodic-policy", "retrieve", "--episodic-budget", "1024", "--episodic-block", "192"),
 )
-#: Flags of the manifest that say how the router chooses a server, not where it finds them.
-CHOICE = re.compile("--(policy|assignment-mode|max-idle-secs|health-|disable-circuit-breaker)")
+#: Flags of the manifest that say how the router treats servers and requests, not where it finds servers.
+CHOICE = re.compile("--(policy|assignment-mode|max-|health-|disable-circuit-breaker)")
 FORGETFUL = ("--policy=round_robin",)
 #: Seconds. The router's own limit for a health check is five.
 LATE = 6
 #: Refused requests in a row. Ten open the router's circuit breaker, unless it is off.
 REFUSED = 11
+#: Bytes: more than the router passes on.
+LARGE = 17 << 20
 SESSIONS = [f"conversation-{n}" for n in range(4)]
 TURNS = 5
 #: About 140 tokens.
@@ -66,7 +68,7 @@ def servers(shallow_model: Path, tmp_path_factory: pytest.TempPathFactory) -> It
 
 
 def choice() -> list[str]:
-    """Returns the flags of the router in launch/kubernetes that keep a session on one server."""
+    """Returns the flags of the router in launch/kubernetes that keep a session on one server, and large bodies away."""
     objects = yaml.safe_load_all((ROOT / "launch" / "kubernetes" / "replicas" / "router.yaml").read_text())
     (pod,) = (one["spec"]["template"]["spec"] for one in objects if one["kind"] == "Deployment")
     return [flag for flag in pod["containers"][0]["args"] if CHOICE.match(flag)]
@@ -81,7 +83,7 @@ def routed(servers: list[Server], log: Path, *more: str) -> Iterator[ServerProce
     port = free_port()
     command = [
         *(sys.executable, "-m", "sglang_router.launch_router", "--host", "127.0.0.1", "--port", str(port), *choice()),
-        *("--health-check-interval-secs=1", "--prometheus-port", str(free_port()), *more),
+        *("--health-check-interval-secs=1", "--prometheus-port", str(free_port()), "--log-level=warn", *more),
         *("--worker-urls", *(server.url for server in servers)),
     ]
     router = ServerProcess(command, log, port).start()
@@ -177,6 +179,14 @@ def test_refused_requests_move_no_session(router: ServerProcess, servers: list[S
     for name in SESSIONS:
         served(router, name, TURNS - 1)
     assert homes(servers) == before, router.log_tail()
+
+
+def test_a_large_body_ends_at_the_router(router: ServerProcess) -> None:
+    """A server would take minutes for 64 MB, and answer nothing else meanwhile."""
+    body = {"text": "a" * LARGE, "sampling_params": {"max_new_tokens": 1}}
+    answer = requests.post(f"{router.url}/generate", json=body, headers={KEY: "large"}, timeout=300)
+    assert answer.status_code == 413 and answer.text == "length limit exceeded"
+    assert "length limit exceeded" in (ROOT / "docs" / "operations.md").read_text()
 
 
 def test_what_the_router_does_not_pass_on_names_no_session(router: ServerProcess, servers: list[Server]) -> None:
