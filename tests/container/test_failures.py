@@ -5,23 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 
 from sglang_kvq.server_process import free_port
 from tests.container.image import RESTRICTED, Container
-from tests.container.workshop import KEY, Ended, Workshop
+from tests.container.workshop import KEY, Ended, Workshop, said
 from tests.rotations.hub_server import REPOSITORY
 
 pytestmark = pytest.mark.timeout(900)
-PAGE = (Path(__file__).resolve().parents[2] / "docs" / "operations.md").read_text()
-
-
-def said(log: str, words: str) -> None:
-    """Checks that these words are in the log, and on the page."""
-    assert words in log
-    assert words in PAGE, "docs/operations.md does not say what is seen"
 
 
 @pytest.mark.parametrize("key", [None, "another key"])

@@ -19,6 +19,7 @@ import yaml
 
 from launch.server import Server
 from sglang_kvq.server_process import ServerProcess, free_port
+from tests.container.workshop import said
 from tests.e2e import word_embeddings
 from tests.e2e.preloaded import Preloaded, other_models
 
@@ -185,8 +186,8 @@ def test_a_large_body_ends_at_the_router(router: ServerProcess) -> None:
     """A server would take minutes for 64 MB, and answer nothing else meanwhile."""
     body = {"text": "a" * LARGE, "sampling_params": {"max_new_tokens": 1}}
     answer = requests.post(f"{router.url}/generate", json=body, headers={KEY: "large"}, timeout=300)
-    assert answer.status_code == 413 and answer.text == "length limit exceeded"
-    assert "length limit exceeded" in (ROOT / "docs" / "operations.md").read_text()
+    assert answer.status_code == 413
+    said(answer.text, "length limit exceeded")
 
 
 def test_what_the_router_does_not_pass_on_names_no_session(router: ServerProcess, servers: list[Server]) -> None:

@@ -27,6 +27,13 @@ VOLUME = "kvq-home"
 KEY = "the right key"
 #: Containers that end by themselves and run at once; each takes one to three gigabytes.
 AT_ONCE = 2
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "operations.md").read_text()
+
+
+def said(log: str, words: str) -> None:
+    """Checks that these words are in a log or an answer, and on the page about failures."""
+    assert words in log, log
+    assert words in PAGE, f"docs/operations.md does not say {words!r}"
 
 
 @dataclass(frozen=True)
