@@ -105,10 +105,10 @@ def pair_rows(spec: MethodSpec, args: argparse.Namespace, folder: Path) -> Itera
     prompts = {n: [_ids(n + seed, n, vocabulary) for seed in range(args.repeats)] for n in args.lengths}
     alone = [make(spec, args, folder, "alone", 0)] if args.alone else []
     with ExitStack() as stack:
+        starters = stack.enter_context(ThreadPoolExecutor(3))  # servers end with the threads that started them
         every = [stack.enter_context(closing(server)) for server in (prefill, decode, *alone)]
-        with ThreadPoolExecutor(len(every)) as pool:
-            for job in [pool.submit(server.start) for server in every]:
-                job.result()
+        for job in [starters.submit(server.start) for server in every]:
+            job.result()
         pair, facts = Pair(prefill, decode, port), servers.facts(decode, spec)
         for n in args.lengths:  # kernels compile, connections open
             pair.ask(_ids(99 + n, n, vocabulary), ANSWER)

@@ -47,16 +47,17 @@ class PairServer:
     def __init__(self, prefill: TinyServer, decode: TinyServer, port: int) -> None:
         self.prefill, self.decode, self.port = prefill, decode, port
         self.command, self.both = decode.command, (prefill, decode)
+        self._starters = ThreadPoolExecutor(2)  # servers end with the threads that started them
 
     def start(self, timeout: float | None = None) -> PairServer:
-        with ThreadPoolExecutor(2) as pool:
-            for job in [pool.submit(server.start, timeout) for server in self.both]:
-                job.result()
+        for job in [self._starters.submit(server.start, timeout) for server in self.both]:
+            job.result()
         return self
 
     def stop(self, grace: float = 10.0) -> None:
         for server in self.both:
             server.stop(grace)
+        self._starters.shutdown(wait=False)
 
     @property
     def running(self) -> bool:
