@@ -198,6 +198,21 @@ def test_an_idle_server_looks_again(model, monkeypatch):
     model.check_empty()
 
 
+def test_copies_wait_for_pages_that_are_being_loaded(model, monkeypatch):
+    """With HiCache a history may be on its way from the host: the request waits for a round in which it is not."""
+    model, history = model(40), said(20)
+    remember(model, history)
+    req, asked = ask(history, 12), []
+    with monkeypatch.context() as patch:
+        patch.setattr(selections, "wait_for_loads", lambda tree: bool(asked.append(tree)))
+        assert schedule(model, req) == ([], "OTHER") and req.problem is None
+        assert cached(model, history) == len(history)
+    assert asked == [model.unified]
+    assert schedule(model, req)[0] == [req] and found(req) == 12 * P
+    end(model, req)
+    model.check_empty()
+
+
 def test_after_a_retraction_copies_are_made_again(model):
     model, history = model(40), said(20)
     remember(model, history)
