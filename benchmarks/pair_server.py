@@ -122,7 +122,11 @@ class PairServer:
         left = threading.Event()
 
         def read() -> None:
-            with suppress(OSError, ValueError), self.prefill.stream(path, asked, timeout, headers) as response:
+            # The response may be closed while it is read.
+            with (
+                suppress(OSError, ValueError, AttributeError),
+                self.prefill.stream(path, asked, timeout, headers) as response,
+            ):
                 opened.append(response)
                 while not left.is_set() and response.readline():
                     pass

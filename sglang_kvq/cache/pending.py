@@ -99,6 +99,11 @@ class PendingOps:
         """True while a reserved move waits for its pages: nothing may be drained before ``fill_move``."""
         return any(event is None for event in self._events)
 
+    @property
+    def has_arrivals(self) -> bool:
+        """True while a request's arrival waits, and so what its window lies in."""
+        return any(isinstance(event, ArrivedRequest) for event in self._events)
+
     def clear(self) -> None:
         for event in self._events:
             if isinstance(event, ArrivedRequest):

@@ -254,6 +254,15 @@ class TierManager:
         if self.restore_pages is not None and restored is not None and max_len >= P:
             self.restore_pages(restored)
 
+    def apply_now(self) -> None:
+        """Applies pending events between plans, on the stream that runs the layers; the next decode step is planned.
+
+        Does nothing while pages of a move are not known yet (``PendingOps.has_open_move``).
+        """
+        if not self.pending.has_open_move:
+            self._dirty |= bool(self.pending)
+            self.apply_pending()
+
     def apply_pending(self) -> None:
         """Applies the scheduler's events since the last plan, in their order."""
         self._apply_reset()
@@ -494,8 +503,7 @@ class TierManager:
                 "it."
             )
         keep_alive([pages])
-        self._dirty |= bool(self.pending)
-        self.apply_pending()
+        self.apply_now()
 
     def keep_first_tokens(self, pages: torch.Tensor, tokens: torch.Tensor) -> None:
         """Keeps first tokens BF16 ``[layers, n, 2, kv_heads, D]`` of pages int64 ``[n]`` that come from elsewhere."""

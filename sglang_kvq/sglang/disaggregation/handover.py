@@ -59,6 +59,7 @@ class Handover:
         entries: windows that may be on their way at a time.
 
     Attributes:
+        layers: the stream that runs the layers, if it is not the scheduler's own.
         refused: what is wrong with prefill servers, by their address.
     """
 
@@ -66,6 +67,7 @@ class Handover:
         self.pool, self.decode = pool, decode
         self.sink_pages, self.recent_pages = sink_pages, recent_pages
         self.staging = Staging(pool, sink_pages + recent_pages + 1, entries)
+        self.layers: torch.cuda.Stream | None = None
         self.refused: dict[str, str] = {}
         self._filler = torch.zeros(pool.pages + 1, _FILLER, dtype=torch.uint8, device=pool.device)
         self._entries: dict[int, tuple[int, int]] = {}  # by row: the entry, and the tokens it was taken for
@@ -146,6 +148,21 @@ class Handover:
                 done=done,
             )
         )
+
+    def settle(self, tiers: TierManager) -> None:
+        """Takes over requests that have arrived, if no entry is free: a plan does it, but none may follow.
+
+        A request of one token ends without a decode step. If such requests held every entry, no other would be asked
+        for, so no batch would run.
+        """
+        if self.staging.available() or not tiers.pending.has_arrivals:
+            return
+        if self.layers is None:
+            tiers.apply_now()
+            return
+        self.layers.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.layers):
+            tiers.apply_now()
 
     def free_row(self, row: int) -> None:
         """Forgets a row that was given back before its request ran; the other server writes to it no more."""

@@ -91,7 +91,10 @@ def around_available(original: Original, self: Any) -> int:
     """AROUND ``ReqToMetadataIdxAllocator.available_size``: a request is asked for once its window has room, too."""
     handover = started()
     free: int = original(self)
-    return min(free, handover.staging.available()) if handover.decode else free
+    if not handover.decode:
+        return free
+    handover.settle(runtime.live_tiers())
+    return min(free, handover.staging.available())
 
 
 def after_prebuilt(batch: Any, self: Scheduler, running_batch: Any) -> None:
@@ -99,6 +102,8 @@ def after_prebuilt(batch: Any, self: Scheduler, running_batch: Any) -> None:
     if batch is None:
         return
     handover, tiers = started(), runtime.live_tiers()
+    if tiers.pool.device.type == "cuda" and self.enable_overlap:
+        handover.layers = self.forward_stream
     for req, tokens in zip(batch.reqs, batch.seq_lens_cpu.tolist()):
         handover.arrive(req.kv.req_pool_idx, tokens, req.kv.cache_protected_len, tiers)
 

@@ -210,6 +210,17 @@ def test_a_request_waits_until_its_window_has_room(worker):
     assert seam.around_available(lambda self: 0, None) == 0
 
 
+def test_room_is_made_of_requests_that_ended_without_a_plan(worker, monkeypatch):
+    state, model = worker(decode=True)
+    for row in (1, 2, 3):
+        state.handover.staged_rows(row, 100)
+    settled = []
+    monkeypatch.setattr(Handover, "settle", lambda self, tiers: settled.append(tiers))
+    assert seam.around_available(lambda self: 9, None) == 0 and settled == [model.tiers]
+    state, _ = worker(decode=False)
+    assert seam.around_available(lambda self: 9, None) == 9 and len(settled) == 1, "a prefill server has none"
+
+
 @served
 def test_windows_are_registered_and_the_layout_is_named(worker, monkeypatch):
     import sglang.srt.runtime_context as context
@@ -277,7 +288,8 @@ def test_a_row_given_back_frees_its_window_and_its_entry(worker):
 
 def test_requests_that_arrived_are_events_in_order(worker):
     state, _ = worker(decode=True)
-    state.tiers = SimpleNamespace(pending=PendingOps())
+    pool = SimpleNamespace(device=torch.device("cpu"))
+    state.tiers = SimpleNamespace(pending=PendingOps(), pool=pool)
     reqs = []
     for row, tokens in ((1, 100), (2, 200)):
         state.handover.staged_rows(row, tokens)
@@ -289,6 +301,11 @@ def test_requests_that_arrived_are_events_in_order(worker):
     arrived = list(state.tiers.pending.drain(torch.device("cpu")))
     assert [int(event.rows) for event in arrived] == [1, 2]
     assert [len(event.pages) for event in arrived] == [1, 2], "whole pages after what was cached here"
+    empty, scheduler = SimpleNamespace(reqs=[], seq_lens_cpu=torch.tensor([])), SimpleNamespace(forward_stream="layers")
+    pool.device = torch.device("cuda")
+    for scheduler.enable_overlap, stream in ((False, None), (True, "layers")):
+        seam.after_prebuilt(empty, scheduler, None)
+        assert state.handover.layers == stream
 
 
 def test_another_layout_refuses_the_address_and_not_the_server(worker, monkeypatch):

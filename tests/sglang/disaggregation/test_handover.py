@@ -311,6 +311,24 @@ def test_a_window_of_another_length_is_refused():
         handover.staged_rows(1 + ENTRIES, 100)
 
 
+def test_requests_that_end_without_a_plan_do_not_keep_their_entries():
+    """Of one token each: they arrive and end before any plan. The next request must find room all the same."""
+    pair = Pair(random.Random(5), overlap=False)
+    for n in range(ENTRIES):
+        pair.send(list(range(100 + n)))
+    for sent in list(pair.under_way):
+        pair.arrive(sent)
+    assert pair.hd.staging.available() == 0
+    moving = pair.d.tiers.pending.reserve_move()
+    pair.hd.settle(pair.d.tiers)
+    assert pair.hd.staging.available() == 0, "not in the middle of an insertion"
+    pair.d.tiers.pending.fill_move(moving, *[torch.zeros(0, dtype=torch.int64)] * 2)
+    pair.hd.settle(pair.d.tiers)
+    assert pair.hd.staging.available() == ENTRIES and not pair.d.tiers.pending
+    assert pair.d.tiers.decode_needs_plan(torch.tensor([101]))
+    assert int(pair.d.tiers.errors) == 0
+
+
 def test_a_flush_gives_back_what_has_arrived():
     pair = Pair(random.Random(5), overlap=False)
     pair.send(list(range(100)))
