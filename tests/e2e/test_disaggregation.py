@@ -26,6 +26,8 @@ from tests.e2e.test_serving import CHAT, STRICT
 QUANT = ("--kv-quant", "hadamard", "--kv-quant-recent", "64")
 #: Both begin at a time when the other has taken memory.
 ROOM = ("--mem-fraction-static", "0.9", "--max-total-tokens", "4096")
+#: Windows that may be on their way: one for each running request (``launch.server.CPU_FLAGS``).
+WINDOWS = 8
 #: Steps after which the decode server retracts a request, if two run.
 RETRACTS = "5"
 RETRACTED = "#retracted_reqs: 1"
@@ -109,6 +111,13 @@ def assert_same(found: list[tuple[float, int]], wanted: list[tuple[float, int]])
             assert at > 0 and abs(logprob - other) < NOISE, f"token {at}: {token} at {logprob}, {right} at {other}"
             return
         assert abs(logprob - other) < NOISE, f"token {at}: {logprob} and {other}"
+
+
+def test_more_requests_of_one_token_than_windows_on_their_way(pair):
+    """They end without a decode step, after which windows' room is given back."""
+    found = together([lambda n=n: pair.answer(prompt(130 + n), 1) for n in range(WINDOWS + 4)])
+    assert all(len(answer) == 1 for answer in found)
+    assert pair.decode.kv_quant()["errors"] == 0
 
 
 def test_answers_are_those_of_one_server(pair, expected):
