@@ -100,7 +100,7 @@ def check_resolved(server_args: ServerArgs, config: KVQuantConfig, model: ModelC
         (
             (config.episodic is not None or os.environ.get(ENABLED) == "1") and not _names_have_namespaces(),
             "this SGLang release stores pages under names of their tokens alone, so chosen pages would be taken for "
-            "others; use 0.5.23, or leave out --episodic-policy",
+            f"others; use {NEW_TREE_RELEASES[-1]}, or leave out --episodic-policy",
         ),
         (
             compat.resolved(server_args, "kv_canary", "none") not in (None, "none"),
