@@ -49,7 +49,7 @@ def prompt(model) -> list[int]:
 
 def push_out(client: Sessions) -> None:
     """Other prompts take all pages of the device."""
-    for index in range(5):
+    for index in range(4):
         numbers = random.Random(index)
         client.turn([numbers.randrange(100, 500) for _ in range(14 * P)], None, 1)
 
