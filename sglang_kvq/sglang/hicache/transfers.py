@@ -23,7 +23,7 @@ from sglang_kvq.cache.tiers import TierManager
 from sglang_kvq.cache.transfer import to_device
 from sglang_kvq.sglang import runtime
 from sglang_kvq.sglang.hicache.host_pool import KVQuantHostPool, pages_of
-from sglang_kvq.sglang.types import CacheController, PrefixCache
+from sglang_kvq.sglang.types import CacheController
 
 
 def before_start_writing(controller: CacheController) -> None:
@@ -61,7 +61,7 @@ def before_start_loading(controller: CacheController) -> None:
             _keep_first_tokens(tiers, host, begins)
 
 
-def wait_for_loads(tree: PrefixCache) -> bool:
+def wait_for_loads(controller: CacheController) -> bool:
     """Makes later work on the layers' stream wait for the loads under way.
 
     The tree gives a page its place on the device when its load is queued. Whoever copies pages of the tree calls this
@@ -70,8 +70,7 @@ def wait_for_loads(tree: PrefixCache) -> bool:
     Returns:
         False if a load is queued and has not begun: ask again in the scheduler's next round.
     """
-    controller = getattr(tree, "cache_controller", None)
-    if controller is None or host_pool_of(controller) is None:
+    if host_pool_of(controller) is None:
         return True
     if controller.load_queue:
         return False

@@ -20,7 +20,6 @@ from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.sessions.messages import GONE, SELECTION, TOO_SMALL, Selection
 from sglang_kvq.sglang import runtime
-from sglang_kvq.sglang.hicache.transfers import wait_for_loads
 from sglang_kvq.sglang.prefix import episodes, tree_keys
 from sglang_kvq.sglang.types import ForwardBatch, Original, PrefillAdder, PrefixCache, Req
 
@@ -124,7 +123,7 @@ def _bring(tree: PrefixCache, req: Req, selection: Selection) -> bool:
             f"{len(selection.history) - len(locations)} of {len(selection.history)} tokens of the history are {GONE}; "
             "send them again."
         )
-    if not wait_for_loads(tree):
+    if not loads_allow(tree):
         return False
     own = _room(tree, node, len(selection.history), len(tokens))
     if own is None:
@@ -137,6 +136,16 @@ def _bring(tree: PrefixCache, req: Req, selection: Selection) -> bool:
     tiers.pending.copy_pages(source, own[::PAGE_SIZE].long() // PAGE_SIZE, windows)
     tree_keys.insert(tree, key, own)
     return True
+
+
+def loads_allow(tree: PrefixCache) -> bool:
+    """Returns whether pages of the tree can be copied: none is still to be loaded from the host."""
+    controller = getattr(tree, "cache_controller", None)
+    if controller is None:
+        return True
+    from sglang_kvq.sglang.hicache.transfers import wait_for_loads  # only where HiCache is served
+
+    return wait_for_loads(controller)
 
 
 def _room(tree: PrefixCache, node: Any, history: int, copies: int) -> torch.Tensor | None:

@@ -138,18 +138,19 @@ def test_copies_of_pages_wait_for_loads(m, controller, monkeypatch):
     """Nobody can wait for a queued load, which has not begun; the layers' stream waits for those under way."""
     from sglang_kvq.sglang.hicache import transfers
 
-    assert transfers.wait_for_loads(SimpleNamespace()), "a tree without HiCache"
-    tree, waited = SimpleNamespace(cache_controller=controller), []
+    others = SimpleNamespace(mem_pool_host=None, load_queue=[1])
+    assert transfers.wait_for_loads(others), "pages of another pool"
+    waited = []
     controller.ack_load_queue = [SimpleNamespace(finish_event="one"), SimpleNamespace(finish_event="other")]
     controller.load_queue = [_operation([1], [1])]
-    assert not transfers.wait_for_loads(tree)
+    assert not transfers.wait_for_loads(controller)
     controller.load_queue = []
-    assert transfers.wait_for_loads(tree), "on a CPU copies have ended when they return"
+    assert transfers.wait_for_loads(controller), "on a CPU copies have ended when they return"
     pool = SimpleNamespace(device=torch.device("cuda"))
     monkeypatch.setattr(runtime, "_current", SimpleNamespace(tiers=SimpleNamespace(pool=pool)))
     stream = SimpleNamespace(wait_event=waited.append)
     monkeypatch.setattr(transfers, "_stream_of_layers", lambda controller: stream)
-    assert transfers.wait_for_loads(tree) and waited == ["one", "other"]
+    assert transfers.wait_for_loads(controller) and waited == ["one", "other"]
 
 
 def test_first_tokens_come_from_where_they_are(m, controller):

@@ -204,10 +204,11 @@ def test_copies_wait_for_pages_that_are_being_loaded(model, monkeypatch):
     remember(model, history)
     req, asked = ask(history, 12), []
     with monkeypatch.context() as patch:
-        patch.setattr(selections, "wait_for_loads", lambda tree: bool(asked.append(tree)))
+        patch.setattr(selections, "loads_allow", lambda tree: bool(asked.append(tree)))
         assert schedule(model, req) == ([], "OTHER") and req.problem is None
         assert cached(model, history) == len(history)
     assert asked == [model.unified]
+    assert selections.loads_allow(model.unified), "a server without HiCache has no loads"
     assert schedule(model, req)[0] == [req] and found(req) == 12 * P
     end(model, req)
     model.check_empty()
