@@ -289,7 +289,9 @@ class _Request:
         layout, pages, there = HostLayout(pool), self._int64(4, 2), self._int64(0, 2)
         table = host_rows.row_table(pool.records, layout.offsets)
         host = torch.zeros(3, layout.page_bytes, dtype=torch.uint8, pin_memory=on_gpu)
-        host_rows.backup_rows(table, pages, host, there)
+        buffer = torch.zeros_like(host, device=self.device)
+        host_rows.gather_rows(table, pages, buffer, there)
+        host.copy_(buffer)
         for layer, records in enumerate(want):
             host_rows.load_rows(table, layer, pages - 1, host, there)
             records[pages - 1] = records[pages]
