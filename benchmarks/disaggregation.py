@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks import record
 from benchmarks.bench_serving import servers
 from benchmarks.capacity import MODEL, existing_folder, name_of
-from benchmarks.pair_server import MODE
+from benchmarks.pair_server import MODE, on_a_cpu
 from benchmarks.tiny_server import body
 from launch.server import Server
 from sglang_kvq.constants import PAGE_SIZE
@@ -91,7 +91,9 @@ def make(spec: MethodSpec, args: argparse.Namespace, folder: Path, role: str, gp
     setup, own = setup_of(args, *flags), folder / f"{role}-{spec.slug}"
     own.mkdir(parents=True, exist_ok=True)
     server = servers.server(spec, setup, setup.tokenizer(own), max(args.lengths) + ANSWER, own)
-    if not args.cpu:
+    if args.cpu:
+        server.env["PYTHONPATH"] = on_a_cpu(own, server.env.get("PYTHONPATH", ""))
+    else:
         server.env["CUDA_VISIBLE_DEVICES"] = str(gpu)
     return server
 
