@@ -7,7 +7,7 @@ Two servers of one machine, on one GPU or on ``--gpus 2``, by Mooncake over TCP.
 router does. A row is one method and length:
 
 wire_mb, wire_bytes_per_token   what the loopback interface carried from the request until its answer, requests included
-first_token_ms                  until the answer of one token, median of ``--repeats``
+first_token_ms                  until both servers answered a request of one token, median of ``--repeats``
 alone_ms                        of the prefill server's method on one server, without a transfer (``--alone``)
 equal                           answers of 16 tokens that are those of one server, of ``--repeats`` (``--alone``)
 """
@@ -22,8 +22,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks import record
 from benchmarks.bench_serving import servers
 from benchmarks.capacity import MODEL, existing_folder, name_of
-from benchmarks.pair_server import MODE, on_a_cpu
+from benchmarks.pair_server import MODE, PairServer, on_a_cpu
 from benchmarks.tiny_server import body
 from launch.server import Server
 from sglang_kvq.constants import PAGE_SIZE
@@ -43,6 +42,8 @@ from sglang_kvq.server_process import free_port
 Row = dict[str, Any]
 #: Tokens of a pool beyond two prompts: answers, and whole pages.
 ROOM = 4096
+#: Fields of a row that are printed.
+SHOWN = ("method", "tokens", "first_token_ms", "wire_mb", "wire_bytes_per_token", "alone_ms", "equal")
 #: Tokens of the answers that are compared.
 ANSWER = 16
 
@@ -56,25 +57,12 @@ def loopback_bytes() -> int:
     raise KVQuantError("/proc/net/dev: no interface lo. Run on Linux with a loopback interface.")
 
 
-@dataclass(frozen=True)
-class Pair:
-    """A prefill and a decode server; ``port`` is where the first one tells the other its address."""
-
-    prefill: Server
-    decode: Server
-    port: int
-
-    def ask(self, ids: list[int], tokens: int) -> tuple[list[int], float, int]:
-        """Returns the answer's tokens, its milliseconds, and the bytes that the loopback carried."""
-        where = {"bootstrap_host": "127.0.0.1", "bootstrap_port": self.port, "bootstrap_room": random.getrandbits(30)}
-        asked = {**body(ids, tokens), **where}
-        before, begin = loopback_bytes(), time.perf_counter()
-        with ThreadPoolExecutor(1) as pool:
-            other = pool.submit(self.prefill.json, "/generate", asked)
-            answer = self.decode.json("/generate", asked)
-            spent = 1e3 * (time.perf_counter() - begin)
-            other.result()
-        return answer["output_ids"], spent, loopback_bytes() - before
+def ask(pair: PairServer, ids: list[int], tokens: int) -> tuple[list[int], float, int]:
+    """Returns the answer's tokens, its milliseconds, and the bytes that the loopback carried."""
+    before, begin = loopback_bytes(), time.perf_counter()
+    answer = pair.json("/generate", body(ids, tokens))
+    spent = 1e3 * (time.perf_counter() - begin)
+    return answer["output_ids"], spent, loopback_bytes() - before
 
 
 def setup_of(args: argparse.Namespace, *flags: str) -> servers.Setup:
@@ -107,18 +95,20 @@ def pair_rows(spec: MethodSpec, args: argparse.Namespace, folder: Path) -> Itera
     prompts = {n: [_ids(n + seed, n, vocabulary) for seed in range(args.repeats)] for n in args.lengths}
     alone = [make(spec, args, folder, "alone", 0)] if args.alone else []
     with ExitStack() as stack:
-        starters = stack.enter_context(ThreadPoolExecutor(3))  # servers end with the threads that started them
-        every = [stack.enter_context(closing(server)) for server in (prefill, decode, *alone)]
-        for job in [starters.submit(server.start) for server in every]:
+        pair, every = PairServer(prefill, decode, port), (prefill, decode, *alone)
+        starters = stack.enter_context(ThreadPoolExecutor(2))  # servers end with the threads that started them
+        for server in (pair, *alone):
+            stack.callback(server.stop)
+        for job in [starters.submit(server.start) for server in (pair, *alone)]:
             job.result()
-        pair, facts = Pair(prefill, decode, port), servers.facts(decode, spec)
+        facts = servers.facts(decode, spec)
         for n in args.lengths:  # kernels compile, connections open
-            pair.ask(_ids(99 + n, n, vocabulary), ANSWER)
-        found = {n: [pair.ask(ids, 1) for ids in prompts[n]] for n in args.lengths}
-        answers = {n: [pair.ask(ids, ANSWER)[0] for ids in prompts[n]] for n in args.lengths}
+            ask(pair, _ids(99 + n, n, vocabulary), ANSWER)
+        found = {n: [ask(pair, ids, 1) for ids in prompts[n]] for n in args.lengths}
+        answers = {n: [ask(pair, ids, ANSWER)[0] for ids in prompts[n]] for n in args.lengths}
         known = one_server(alone[0], prompts) if alone else {}
         for server in every:
-            servers_have_no_errors(server)
+            servers.check_errors(server)
     for n in args.lengths:
         wire = statistics.median(carried for _, _, carried in found[n])
         yield {
@@ -148,26 +138,6 @@ def one_server(server: Server, prompts: dict[int, list[list[int]]]) -> dict[int,
     return found
 
 
-@contextmanager
-def closing(server: Server) -> Iterator[Server]:
-    """Stops a server, started or not, when the block ends."""
-    try:
-        yield server
-    finally:
-        server.stop()
-
-
-def servers_have_no_errors(server: Server) -> None:
-    """Checks the cache's counter of errors.
-
-    Raises:
-        KVQuantError: it is not 0.
-    """
-    for state in server.info()["internal_states"]:
-        if (state.get("kv_quant") or {}).get("errors"):
-            raise KVQuantError(f"the cache counts errors; no figure is kept. {server.log_tail()}")
-
-
 def _ids(seed: int, length: int, vocabulary: int) -> list[int]:
     rng = random.Random(seed)
     return [rng.randrange(10, vocabulary) for _ in range(length)]
@@ -193,16 +163,7 @@ def main() -> None:
             for spec in servers.specs_of(args.methods):
                 for row in pair_rows(spec, args, folder):
                     record.merge(args.out, "disaggregation", [row], key="scenario")
-                    shown = (
-                        "method",
-                        "tokens",
-                        "first_token_ms",
-                        "wire_mb",
-                        "wire_bytes_per_token",
-                        "alone_ms",
-                        "equal",
-                    )
-                    print("  ".join(f"{name} {row[name]}" for name in shown if name in row), flush=True)
+                    print("  ".join(f"{name} {row[name]}" for name in SHOWN if name in row), flush=True)
         except KVQuantError as error:
             parser.error(str(error))
 

@@ -193,7 +193,7 @@ def answers(args: argparse.Namespace, spec: MethodSpec, folder: Path) -> Iterato
         servers.facts(running, spec)
         asking = Answers(running, length, args.top, lambda number: rest[number - OTHERS[0]])
         rows = [asking.row(ids) for ids in prompts]
-        check_errors(running)
+        servers.check_errors(running)
         yield {
             "scenario": name, "unit": "nats",
             "method": spec.label, "prompts": len(rows), "tokens": length, "scored": (TURN - 1) * len(rows),
@@ -287,7 +287,7 @@ def restart(args: argparse.Namespace, spec: MethodSpec, folder: Path) -> Iterato
         first_token_ms(running, first[:length])
         wait_for_files(pages, before[0] + whole // PAGE_SIZE)
         after = settled(pages)
-        check_errors(running)
+        servers.check_errors(running)
     forget_files(pages)
     with start() as running:
         servers.warm_up(running, [TURN], vocabulary)
@@ -300,7 +300,7 @@ def restart(args: argparse.Namespace, spec: MethodSpec, folder: Path) -> Iterato
         stored, where = first_token_ms(running, first)
         if where["storage"] < whole:
             raise KVQuantError(f"{where}: {whole} tokens should come from storage.")
-        check_errors(running)
+        servers.check_errors(running)
     yield {
         "scenario": name, "unit": "ms",
         "method": spec.label, "tokens": length, "layers": args.layers, **facts,
@@ -318,19 +318,6 @@ def kept(args: argparse.Namespace, name: str) -> bool:
     if found:
         print(f"{name}: kept", flush=True)
     return found
-
-
-def check_errors(running: Server) -> None:
-    """Checks the cache's own counters.
-
-    Raises:
-        KVQuantError: one is not 0.
-    """
-    for state in running.info()["internal_states"]:
-        plugin = state.get("kv_quant") or {}
-        wrong = {name: plugin[name] for name in ("errors", "damaged_pages") if plugin.get(name)}
-        if wrong:
-            raise KVQuantError(f"the cache counts {wrong}; no figure is kept. {running.log_tail()}")
 
 
 def setup_of(args: argparse.Namespace, *flags: str) -> servers.Setup:

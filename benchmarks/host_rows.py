@@ -23,6 +23,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import cached_property
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -59,18 +60,21 @@ class Scene:
         self.source, self.target = order[:pages].contiguous(), order[pages:].contiguous()
         self.there = torch.randperm(2 * pages)[:pages].contiguous()
         self.there_on_device = self.there.to(device)
-        self.table: torch.Tensor | None = None
         self.bytes = pages * self.layout.page_bytes
 
     def backup(self) -> None:
         self.layout.backup(self.pool, self.source, self.host, self.there)
 
-    def backup_by_a_kernel(self) -> None:
-        """What backups did before: writes to host memory by the kernel that gathers."""
+    @cached_property
+    def table(self) -> torch.Tensor:
         from sglang_kvq.kernels.tiers import host_rows
 
-        if self.table is None:
-            self.table = host_rows.row_table(self.pool.records, self.layout.offsets)
+        return host_rows.row_table(self.pool.records, self.layout.offsets)
+
+    def backup_by_a_kernel(self) -> None:
+        """Writes to host memory by the kernel that gathers, as backups did before."""
+        from sglang_kvq.kernels.tiers import host_rows
+
         host_rows.gather_rows(self.table, self.source, self.host, self.there_on_device)
 
     def load(self) -> None:

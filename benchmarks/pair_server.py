@@ -6,19 +6,16 @@ import os
 import random
 import shutil
 import threading
-import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from benchmarks.tiny_server import TinyServer, body
-from launch.server import ServerError
-from sglang_kvq.server_process import ServerFailed
+from benchmarks.tiny_server import TinyServer, empty
 
 ROOT = Path(__file__).resolve().parent.parent
-#: What makes a server one of a pair; its role comes next.
+#: Flags of a server of a pair; its role comes next.
 MODE = ("--disaggregation-transfer-backend", "mooncake_tcp", "--disaggregation-mode")
 
 
@@ -146,16 +143,7 @@ class PairServer:
     # -- looking inside -----------------------------------------------------------------------------------
 
     def held_when_empty(self) -> list[str]:
-        """What a server still holds although nothing runs and the caches were flushed; [] is what should be."""
-        self.drain()
-        with suppress(ServerError, ServerFailed):
-            self.json("/generate", body([[5, 6, 7 + n] for n in range(8)], 2), timeout=60)
-        self.drain()
-        time.sleep(1.0)  # the idle checks of SGLang and of the plugin
-        self.check_alive()
-        found = []
-        for name, server in zip(("prefill", "decode"), self.both):
-            for state in server.states():
-                held = {key: value for key, value in state.get("kv_quant", {}).get("tiers", {}).items() if value}
-                found += [f"the {name} server holds {held}"] if held else []
-        return found + [line for line in self.log().splitlines() if "leak detected" in line.lower()][:3]
+        """Lists what the servers hold although nothing runs and their caches were flushed; [] is what should be."""
+        empty(self)
+        named = zip(("prefill", "decode"), self.both)
+        return [f"the {name} server: {line}" for name, server in named for line in server.held()]

@@ -57,7 +57,7 @@ RETRACT = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "300"}
 FACTOR = 3.0
 #: Kinds of requests that are asked alone, in turn; see ``Checker.calibrate``.
 CALIBRATED = ("cold", "after a part", "resumed", "beside another", "late")
-#: What HiCache makes common: pages that were computed from records only, and are read as such.
+#: A kind that HiCache makes common: pages were computed from records only, and are read as such.
 LATE_TWICE = "late twice"
 #: Of the second control: as many as two requests of one batch shared when a row was repointed too early.
 WRONG_PAGES = 9
@@ -245,16 +245,14 @@ class Soak:
 
     @property
     def streaming(self) -> bool:
-        """Whether some clients keep streaming sessions, which drafts, HiCache and pairs do not know."""
+        """True if some clients keep streaming sessions; drafts, HiCache and pairs do not know them."""
         return self.args.speculation == "none" and not self.args.hicache and not self.args.pair
 
     def own_flags(self) -> list[str]:
-        """Of the server with traffic only: alone, answers come without drafts, and from pages that never left."""
+        """Flags of the server with traffic only: alone, answers come without drafts, from pages that never left."""
         if self.args.hicache:
             storage = ["--hicache-storage-backend", "file"] if self.args.hicache == "file" else []
             return ["--enable-hierarchical-cache", "--hicache-ratio", "2", "--enable-cache-report", *storage]
-        if self.args.pair:
-            return []
         if self.streaming:
             return ["--enable-streaming-session"]
         return [
@@ -264,19 +262,19 @@ class Soak:
 
     def make_pair(self, gpus: tuple[int, int]) -> PairServer:
         """The decode server retracts."""
-        port = free_port()
+        port, env = free_port(), {}
+        if self.cpu:
+            known = plugin_path(self.folder).get("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
+            env["PYTHONPATH"] = on_a_cpu(self.folder, known)
         prefill = [*MODE, "prefill", "--disaggregation-bootstrap-port", str(port)]
-        one = self.make("prefill", gpus[0], {}, prefill)
-        return PairServer(one, self.make("decode", gpus[1], RETRACT, [*MODE, "decode"]), port)
+        one = self.make("prefill", gpus[0], env, prefill)
+        return PairServer(one, self.make("decode", gpus[1], {**RETRACT, **env}, [*MODE, "decode"]), port)
 
-    def make(self, name: str, gpu: int, env: dict[str, str], more: Sequence[str] = ()) -> TinyServer:
+    def make(self, name: str, gpu: int, env: dict[str, str], own: Sequence[str]) -> TinyServer:
         model = self.model.write(self.folder)
         # Checked whenever idle; tests/gpu also checks between steps, which would slow the traffic.
         base = {IDLE_CHECK: "1", **plugin_path(self.folder)}
-        own = self.own_flags() if name == "server" else [] if more else ["--enable-streaming-session"]
-        flags = [*self.flags(), *own, *more]
-        if more and self.cpu:
-            base["PYTHONPATH"] = on_a_cpu(self.folder, base.get("PYTHONPATH", os.environ.get("PYTHONPATH", "")))
+        flags = [*self.flags(), *own]
         base["SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"] = str(self.folder / "pages")
         return TinyServer(model, flags, cpu=self.cpu, log=self.folder / f"{name}.log", env={**base, **env}, gpus=[gpu])
 
@@ -316,8 +314,12 @@ class Soak:
 
     def run(self) -> bool:
         second_gpu = 1 if self.gpus > 1 else 0
-        self.server = self.make_pair((0, second_gpu)) if self.args.pair else self.make("server", 0, RETRACT)
-        reference = self.make("reference", second_gpu, {}) if self.second else self.server
+        if self.args.pair:
+            self.server = self.make_pair((0, second_gpu))
+        else:
+            self.server = self.make("server", 0, RETRACT, self.own_flags())
+        streaming = ["--enable-streaming-session"]
+        reference = self.make("reference", second_gpu, {}, streaming) if self.second else self.server
         servers = [self.server, reference] if self.second else [self.server]
         try:
             with ThreadPoolExecutor(len(servers)) as pool:  # it lives as long as the servers: they end with its threads
@@ -325,7 +327,9 @@ class Soak:
                     job.result()
                 self.say(f"{len(servers)} servers started; requests alone are measured")
                 self.checker = Checker(reference, self.scale, self.args.fault, bool(self.args.hicache))
-                seconds = (240 if self.args.hicache else 60) if self.cpu else 40 if self.args.hicache else 25
+                seconds = 60 if self.cpu else 25
+                if self.args.hicache:
+                    seconds = 240 if self.cpu else 40
                 self.checker.calibrate(self.server, time.monotonic() + seconds)
                 found, bound = self.checker.calibrated, self.checker.bound
                 mean, largest = max(d.mean for d in found), max(d.max for d in found)

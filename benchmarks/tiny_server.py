@@ -11,6 +11,7 @@ import time
 import urllib.request
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from launch.server import Server
 from sglang_kvq import __version__
@@ -132,17 +133,12 @@ class TinyServer(Server):
         return self.info().get("internal_states", [])
 
     def held_when_empty(self) -> list[str]:
-        """What is still in use although nothing runs and the cache was flushed; [] is what should be.
+        """What is still in use although nothing runs and the cache was flushed; [] is what should be."""
+        empty(self)
+        return self.held()
 
-        Twice flushed around a tiny request, because what a request gives back is applied by the next batch.
-        """
-        self.drain()
-        ids = [[5, 6, 7 + n] for n in range(8)]  # of several, each data-parallel worker gets one
-        body = {"input_ids": ids, "sampling_params": {"temperature": 0, "max_new_tokens": 2, "ignore_eos": True}}
-        self.json("/generate", body, timeout=60)
-        self.drain()
-        time.sleep(1.0)  # the idle checks of SGLang and of the plugin; with STRICT they end the server
-        self.check_alive()
+    def held(self) -> list[str]:
+        """Lists what is in use, and what is wrong, of a server that nobody uses now and whose cache is empty."""
         found = []
         for worker, state in enumerate(self.states()):
             held = {key: value for key, value in state.get("kv_quant", {}).get("tiers", {}).items() if value}
@@ -152,6 +148,19 @@ class TinyServer(Server):
         if not self.running:
             found.append("the server ended")
         return found + [line for line in self.log().splitlines() if "leak detected" in line.lower()][:3]
+
+
+def empty(server: Any) -> None:
+    """Flushes a server's cache twice around a tiny request: what a request gives back is applied by the next batch.
+
+    server: a ``TinyServer``, or a ``PairServer``, which is two.
+    """
+    server.drain()
+    ids = [[5, 6, 7 + n] for n in range(8)]  # of several, each data-parallel worker gets one
+    server.json("/generate", body(ids, 2), timeout=60)
+    server.drain()
+    time.sleep(1.0)  # the idle checks of SGLang and of the plugin; with STRICT they end the server
+    server.check_alive()
 
 
 def _visible(gpus: Sequence[int]) -> list[str]:

@@ -152,6 +152,19 @@ def warm_up(running: Server, lengths: Sequence[int], vocabulary: int) -> None:
     running.drain()
 
 
+def check_errors(running: Server) -> None:
+    """Checks the cache's own counters of errors.
+
+    Raises:
+        KVQuantError: one is not 0.
+    """
+    for state in running.info()["internal_states"]:
+        plugin = state.get("kv_quant") or {}
+        wrong = {name: plugin[name] for name in ("errors", "damaged_pages") if plugin.get(name)}
+        if wrong:
+            raise KVQuantError(f"the cache counts {wrong}; no figure is kept. {running.log_tail()}")
+
+
 def held(running: Server) -> dict[str, int]:
     """Returns what the tiers of an idle server with an empty prefix cache hold: nothing, if no page was lost.
 

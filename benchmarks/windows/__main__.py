@@ -1,4 +1,4 @@
-"""Which windows suit a model: divergence, copies, programs and bytes by sink and recent tokens that stay in BF16.
+"""Compares windows of a model: divergence, copies, programs and bytes by sink and recent tokens that stay in BF16.
 
     python -m benchmarks.windows MODEL --text TEXT ... --out benchmarks/results/windows_MODEL.json
     python -m benchmarks.windows MODEL --text TEXT ... --out FILE --tasks kl,copies --device cuda --batch 15

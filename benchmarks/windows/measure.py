@@ -27,7 +27,7 @@ KL = "kl_contexts"
 
 @dataclass(frozen=True)
 class Unit:
-    """What one pass reads.
+    """The input of one pass.
 
     Attributes:
         field: a list of each row, to which a pass adds one entry.

@@ -13,7 +13,7 @@ Here are the copies in torch, between any devices. On a GPU with pinned host mem
 
 * Loads read host memory in the kernel ``kernels.tiers.host_rows``, one launch for a layer.
 * Backups gather pages into a buffer on the GPU, in the same kernel, and its copy engine takes them from there. A kernel
-  that writes to host memory makes other kernels wait: decode steps beside one took up to 2.4 times as long
+  that writes to host memory makes other kernels wait: decode steps beside one took up to 3.2 times as long
   (docs/hicache.md).
 
 The kernel needs host rows that begin at multiples of 16 bytes.

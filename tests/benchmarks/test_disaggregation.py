@@ -6,6 +6,7 @@ import argparse
 import socket
 
 from benchmarks import disaggregation
+from benchmarks.pair_server import PairServer
 from sglang_kvq.evaluation.specs import parse
 
 
@@ -27,9 +28,12 @@ def test_both_servers_get_the_same_request():
     asked: dict[str, dict] = {}
 
     def server(name: str) -> argparse.Namespace:
-        return argparse.Namespace(json=lambda path, body: asked.setdefault(name, body) and {"output_ids": [1, 2]})
+        answer = {"output_ids": [1, 2], "meta_info": {}}
+        return argparse.Namespace(
+            command=[], json=lambda path, body, timeout: (asked.setdefault(name, body), answer)[1]
+        )
 
-    ids, spent, carried = disaggregation.Pair(server("prefill"), server("decode"), 5).ask([7, 8], 2)
+    ids, spent, carried = disaggregation.ask(PairServer(server("prefill"), server("decode"), 5), [7, 8], 2)
     assert ids == [1, 2] and spent > 0 and carried >= 0
     assert asked["prefill"] == asked["decode"] and asked["decode"]["bootstrap_port"] == 5
 

@@ -43,8 +43,8 @@ class Half:
 
     def check_alive(self) -> None: ...
 
-    def states(self) -> list[dict]:
-        return [{"kv_quant": {"tiers": {"quantized_tokens": self.cached}}}]
+    def held(self) -> list[str]:
+        return [f"holds {self.cached} tokens"] if self.cached else []
 
 
 @pytest.fixture
@@ -71,5 +71,5 @@ def test_who_leaves_a_stream_leaves_both(pair):
 
 
 def test_what_either_holds_is_told(pair, monkeypatch):
-    monkeypatch.setattr("benchmarks.pair_server.time.sleep", lambda seconds: None)
-    assert pair.held_when_empty() == ["the prefill server holds {'quantized_tokens': 64}"]
+    monkeypatch.setattr("benchmarks.tiny_server.time.sleep", lambda seconds: None)
+    assert pair.held_when_empty() == ["the prefill server: holds 64 tokens"]

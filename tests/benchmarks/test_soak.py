@@ -112,7 +112,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         )
         run = soak.Soak(args, tmp_path, 1)
         run.scale = SCALE
-        run.make = lambda name, gpu, env: server if name == "server" else FakeServer()
+        run.make = lambda name, gpu, env, own: server if name == "server" else FakeServer()
         passed = run.run()
         return passed, json.loads(args.out.read_text())["rows"][0]
 

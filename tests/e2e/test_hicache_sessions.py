@@ -8,7 +8,6 @@ import random
 from pathlib import Path
 
 import pytest
-import requests
 from transformers import AutoTokenizer
 
 from sglang_kvq.constants import PAGE_SIZE as P
@@ -54,14 +53,6 @@ def push_out(client: Sessions) -> None:
         client.turn([numbers.randrange(100, 500) for _ in range(14 * P)], None, 1)
 
 
-def computed(client: Sessions) -> float:
-    """Tokens of sessions that the model has computed since the start."""
-    for line in requests.get(f"{client.url}/metrics", timeout=300).text.splitlines():
-        if line.startswith("sglang_kvq_session_computed_tokens_total"):
-            return float(line.split()[-1])
-    raise AssertionError("no metric of computed tokens")
-
-
 def test_a_history_comes_back(client, model, prompt, storage):
     """From the host, then from files: pages are chosen of it, the answer is right, and little is computed."""
     client.flush()
@@ -74,9 +65,9 @@ def test_a_history_comes_back(client, model, prompt, storage):
         push_out(client)
         if place == "storage":
             client.flush()
-        before = computed(client)
+        before = client.computed_tokens()
         answer = client.turn(prompt, "long", 6)
-        spent = computed(client) - before
+        spent = client.computed_tokens() - before
         assert spent < BUDGET, f"{spent} tokens computed although the history is in the {place}"
         session = assert_read(client, model, "long", prompt, answer)
         assert session["rebuilt"] > rebuilt, "the setting: the history had left the device"

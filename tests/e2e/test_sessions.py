@@ -56,6 +56,12 @@ class Sessions(Client):
         assert response.status_code == 200, response.text
         return response.json()
 
+    def computed_tokens(self) -> float:
+        """Tokens of sessions that the model has computed since the server started."""
+        name = "sglang_kvq_session_computed_tokens_total "
+        lines = requests.get(f"{self.url}/metrics", timeout=300).text.splitlines()
+        return sum(float(line.split(" ")[1]) for line in lines if line.startswith(name))
+
     def delete(self, name: str) -> requests.Response:
         return requests.delete(f"{self.url}/v1/sessions/{name}", headers=self.headers, timeout=300)
 
@@ -306,17 +312,12 @@ def test_metrics(client, text):
 
 
 def test_metrics_count_computed_tokens(client, text):
-    def counted() -> float:
-        name = "sglang_kvq_session_computed_tokens_total "
-        lines = requests.get(f"{client.url}/metrics", timeout=300).text.splitlines()
-        return sum(float(line.split(" ")[1]) for line in lines if line.startswith(name))
-
-    before, prompt = counted(), text[::-1]
+    before, prompt = client.computed_tokens(), text[::-1]
     client.turn(prompt, "backwards", 1)
-    new = counted() - before
+    new = client.computed_tokens() - before
     assert len(prompt) <= new <= len(prompt) + 2 * BLOCK, "a prompt's end may be computed with chosen pages and without"
     client.turn(prompt, "backwards", 1)
-    assert counted() - before - new <= 2 * BLOCK, "what is cached is not counted"
+    assert client.computed_tokens() - before - new <= 2 * BLOCK, "what is cached is not counted"
 
 
 def test_deleted_and_aborted_sessions_leave_nothing(client, text, question):
