@@ -127,9 +127,12 @@ class Answers:
         tokens = {name: meta[name][1:] for name in ("input_token_logprobs", "input_top_logprobs")}
         return Distributions.from_meta(tokens), cached(meta)
 
-    def others(self, numbers: range) -> None:
+    def others(self, numbers: range, turn: int) -> None:
+        """Asks prompts that were never asked, so that their windows take BF16 pages: those from files have none."""
         for number in numbers:
-            self.running.json("/generate", body(self.other(number), 1))
+            ids = self.other(number)
+            first = turn % len(ids)
+            self.running.json("/generate", body(ids[first:] + ids[:first], 1))
 
     def found(self, ids: list[int], place: str) -> Distributions:
         """Asks, and checks where the pages were.
@@ -143,14 +146,14 @@ class Answers:
             raise KVQuantError(f"{where} of {whole} tokens were cached, all should be from the {place}.")
         return answer
 
-    def row(self, ids: list[int]) -> Row:
-        """One prompt's figures."""
+    def row(self, ids: list[int], turn: int) -> Row:
+        """The figures of one prompt, the ``turn``-th of a server."""
         self.running.drain()
         self.running.json("/generate", body(ids[: self.length], 1))
         kept = self.found(ids, "device")
-        self.others(OTHERS[:2])
+        self.others(OTHERS[:2], 2 * turn)
         stayed = self.found(ids, "device")
-        self.others(OTHERS)
+        self.others(OTHERS, 2 * turn + 1)
         host = self.found(ids, "host")
         self.running.drain()
         storage = self.found(ids, "storage")
@@ -192,7 +195,7 @@ def answers(args: argparse.Namespace, spec: MethodSpec, folder: Path) -> Iterato
     with servers.server(spec, setup, setup.tokenizer(folder), length + TURN, folder) as running:
         servers.facts(running, spec)
         asking = Answers(running, length, args.top, lambda number: rest[number - OTHERS[0]])
-        rows = [asking.row(ids) for ids in prompts]
+        rows = [asking.row(ids, turn) for turn, ids in enumerate(prompts)]
         servers.check_errors(running)
         yield {
             "scenario": name, "unit": "nats",

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import random
 import shutil
+import socket
 import threading
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,15 @@ def on_a_cpu(folder: Path, path: str) -> str:
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name.replace('_', '-')}\nVersion: 0.0\n")
     (info / "entry_points.txt").write_text(f"[sglang.srt.plugins]\n{name} = {name}:install\n")
     return os.pathsep.join(filter(None, (str(place), path)))
+
+
+def hang_up(response: Any) -> None:
+    """Ends the connection of a response that another thread may be reading.
+
+    Closing alone waits for that thread, and it for a server that may answer nothing more.
+    """
+    with suppress(OSError, AttributeError):
+        response.fp.raw._sock.shutdown(socket.SHUT_RDWR)
 
 
 class PairServer:
@@ -119,9 +130,9 @@ class PairServer:
         left = threading.Event()
 
         def read() -> None:
-            # The response may be closed while it is read.
+            # The response may end while it is read.
             with (
-                suppress(OSError, ValueError, AttributeError),
+                suppress(OSError, ValueError, AttributeError, HTTPException),
                 self.prefill.stream(path, asked, timeout, headers) as response,
             ):
                 opened.append(response)
@@ -136,8 +147,7 @@ class PairServer:
         finally:
             left.set()
             for response in opened:
-                with suppress(OSError, AttributeError):
-                    response.close()
+                hang_up(response)
             reader.join(5)
 
     # -- looking inside -----------------------------------------------------------------------------------

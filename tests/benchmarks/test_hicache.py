@@ -19,12 +19,13 @@ class FakeServer:
     """Answers from ``places`` in turn; log-probabilities differ by what the place adds to them."""
 
     def __init__(self, *places: tuple[str, int], shift: dict[str, float] | None = None) -> None:
-        self.places, self.shift, self.asked = list(places), shift or {}, 0
+        self.places, self.shift, self.asked = list(places), shift or {}, []
 
     def drain(self) -> None: ...
 
     def json(self, path: str, body: dict, timeout: float = 0) -> dict:
         if not body.get("return_logprob"):
+            self.asked.append(body["input_ids"])
             return {"meta_info": {}}
         place, tokens = self.places.pop(0)
         count = len(body["input_ids"]) - body["logprob_start_len"]
@@ -37,20 +38,31 @@ class FakeServer:
 
 
 def asking(*places: tuple[str, int], **shift: float) -> hicache.Answers:
-    return hicache.Answers(FakeServer(*places, shift=shift), LENGTH, 2, lambda number: [number])
+    return hicache.Answers(
+        FakeServer(*places, shift=shift), LENGTH, 2, lambda number: [1000 * number + n for n in range(LENGTH)]
+    )
 
 
 def test_answers_are_compared_with_pages_that_stayed():
     places = [(place, LENGTH) for place in ("device", "device", "host", "storage")]
-    row = asking(*places, host=0.25).row(PROMPT)
+    row = asking(*places, host=0.25).row(PROMPT, 0)
     assert row["host_apart"] == 0.25 and row["storage_apart"] == 0.0
     assert row["kl_stayed"] == 0.0 and row["kl_host"] > 0.01 and row["kl_storage"] == 0.0
+
+
+def test_prompts_that_take_room_are_new_each_time():
+    """Pages from files have no BF16 copies, so a prompt that was asked before takes none from others."""
+    asked = asking(*[(place, LENGTH) for place in ("device", "device", "host", "storage")] * 2)
+    for turn in range(2):
+        asked.row(PROMPT, turn)
+    others = [tuple(ids[:64]) for ids in asked.running.asked if ids != PROMPT[:LENGTH]]
+    assert len(set(others)) == len(others) == 2 * (2 + len(hicache.OTHERS))
 
 
 @pytest.mark.parametrize("wrong", [("host", LENGTH), ("device", LENGTH - 64)])
 def test_pages_that_were_elsewhere_have_no_figure(wrong):
     with pytest.raises(KVQuantError, match="all should be from the device"):
-        asking(wrong).row(PROMPT)
+        asking(wrong).row(PROMPT, 0)
 
 
 def test_files_are_counted_and_waited_for(tmp_path):

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import io
+import socket
 import threading
+import time
+import urllib.request
 
 import pytest
 
@@ -68,6 +71,35 @@ def test_who_leaves_a_stream_leaves_both(pair):
     assert pair.prefill.closed.wait(5) and pair.decode.closed.is_set()
     pair.request("/abort_request", {"rid": "x"})
     assert pair.prefill.asked[-1] == pair.decode.asked[-1] == ("/abort_request", {"rid": "x"})
+
+
+def test_who_leaves_a_server_that_says_nothing_does_not_wait_for_it(pair):
+    """A prefill server whose other half was given up says nothing until it sees that its client is gone."""
+    gone = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def serve() -> None:
+            connection, _ = listening.accept()
+            connection.recv(1 << 16)
+            connection.sendall(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
+            while connection.recv(1 << 16):
+                pass
+            gone.set()
+
+        threading.Thread(target=serve, daemon=True).start()
+        address, opened = f"http://127.0.0.1:{listening.getsockname()[1]}/", threading.Event()
+
+        def stream(path, asked, timeout, headers):
+            response = urllib.request.urlopen(address, timeout=30)
+            opened.set()
+            return response
+
+        pair.prefill.stream = stream
+        begin = time.monotonic()
+        with pair.stream("/generate", {"input_ids": [1]}):
+            assert opened.wait(10)
+            time.sleep(0.2)  # its reader waits for a line
+        assert time.monotonic() - begin < 10 and gone.wait(10)
 
 
 def test_what_either_holds_is_told(pair, monkeypatch):
