@@ -121,6 +121,7 @@ def forced(
     timeout: float = 120,
     tail: Sequence[int] = (),
     others: Sequence[list[int]] = (),
+    turns: Sequence[int] = (),
     **options,
 ) -> list[float]:
     """Log-probability of each answered token, by a server that serves nobody else now.
@@ -129,11 +130,13 @@ def forced(
         cached: tokens of the prompt that were found in the cache when it was answered; here they come first too.
         tail: what follows them there. Without one they end a prompt, and its window over them stays in BF16.
         others: prompts that come in between. Enough of them take all BF16 pages of what is cached, its sinks' too.
+        turns: lengths of prompts with which this one begins, and which were asked before, one after the other.
         options: of each request, such as its adapter.
     """
     server.drain()
-    prefix = cached // PAGE_SIZE * PAGE_SIZE
-    if 0 < prefix < len(prompt):
+    for prefix in (*turns, cached // PAGE_SIZE * PAGE_SIZE):
+        if not 0 < prefix < len(prompt):
+            continue
         server.json("/generate", body([*prompt[:prefix], *tail], 1, **options), timeout=timeout)
         if others:
             server.json("/generate", body(list(others), 1, **options), timeout=timeout)

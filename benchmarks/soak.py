@@ -81,10 +81,15 @@ class Checker:
         self.rng = random.Random(11)
 
     def difference(
-        self, answer: Answer, cached: int | None = None, tail: Sequence[int] = (), others: Sequence[list[int]] = ()
+        self,
+        answer: Answer,
+        cached: int | None = None,
+        tail: Sequence[int] = (),
+        others: Sequence[list[int]] = (),
+        turns: Sequence[int] = (),
     ) -> Difference:
         known = answer.cached if cached is None else cached
-        there = forced(self.reference, answer.prompt, answer.tokens, known, tail=tail, others=others)
+        there = forced(self.reference, answer.prompt, answer.tokens, known, tail=tail, others=others, turns=turns)
         return token_difference(answer.logprobs, there)
 
     def tail(self, rng: random.Random) -> list[int]:
@@ -156,7 +161,9 @@ class Checker:
 
         One beyond the bound is compared again: its prompt read in one piece; what was cached of it read as a part of a
         longer prompt, whose window was elsewhere; and read when others had taken all its BF16 pages, like those that
-        come from the host. A client cannot know which of these its request met.
+        come from the host. A client cannot know which of these its request met. If it is of a conversation, its turns
+        are also computed one after the other, each from pages of the turns before whose BF16 copies others have taken:
+        a page keeps what it was computed from.
         """
         try:
             if self.fault and self.compared % 10 == 9:
@@ -168,6 +175,8 @@ class Checker:
                 again = [self.difference(answer, cached=0), self.difference(answer, tail=tail)]
                 if answer.cached:
                     again.append(self.difference(answer, others=self.others(self.rng)))
+                if answer.turns:
+                    again.append(self.difference(answer, others=self.others(self.rng), turns=answer.turns))
                 found = min((found, *again), key=lambda d: (not self.bound.holds(d), d.mean))
         except (ServerError, OSError, ValueError, KeyError) as error:
             self.failed += 1

@@ -43,7 +43,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks import record
 from benchmarks.session_reference import TOP, Readings, Reference, SessionAnswer, another_page
 from benchmarks.soak import at_share, retractions
-from benchmarks.soak_traffic import Answer, Scale, Traffic, draw_tokens
+from benchmarks.soak_traffic import Answer, Scale, Talk, Traffic, draw_tokens
 from benchmarks.tiny_models import MODELS, VOCABULARY
 from benchmarks.tiny_server import IDLE_CHECK, TinyServer, body, plugin_path, versions
 from launch.server import ServerError
@@ -114,7 +114,7 @@ class SessionTraffic(Traffic):
         #: Sessions whose last request was left or aborted. It may still run, so what the next answer read is not known.
         self.left: set[tuple[str, str]] = set()
 
-    def _talk(self, rng: random.Random, talk: list[int]) -> None:
+    def _talk(self, rng: random.Random, talk: Talk) -> None:
         key = tenant, name = threading.current_thread().name, f"talk-{rng.randrange(3)}"
         said = draw_tokens(rng, self.scale.shortest, self.scale.longest)
         while len(said) < self.scale.longest and not self.stopping.is_set() and rng.random() < 0.9:

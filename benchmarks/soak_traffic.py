@@ -54,13 +54,26 @@ class Scale:
 
 @dataclass
 class Answer:
-    """What one request got: to be compared with the same tokens forced."""
+    """What one request got: to be compared with the same tokens forced.
+
+    Attributes:
+        turns: lengths of a conversation's earlier prompts, with which this one begins.
+    """
 
     kind: str
     prompt: list[int]
     tokens: list[int]
     logprobs: list[float]
     cached: int
+    turns: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Talk:
+    """A client's conversation: its tokens so far, and the lengths of its prompts."""
+
+    tokens: tuple[int, ...] = ()
+    turns: tuple[int, ...] = ()
 
 
 class Prefixes:
@@ -154,7 +167,7 @@ class Traffic:
         return self.pause(seconds)
 
     def _client(self, number: int) -> None:
-        rng, talk = random.Random(f"{self.seed} {number}"), []
+        rng, talk = random.Random(f"{self.seed} {number}"), Talk()
         names, weights = list(self.kinds), list(self.kinds.values())
         while not self.stopping.is_set():
             if not self.open.wait(0.2):
@@ -168,7 +181,7 @@ class Traffic:
                     talk = getattr(self, f"_{kind}")(rng, talk) or talk
             except (ServerError, OSError, ValueError, KeyError) as error:
                 self.counts.error(f"{kind}: {type(error).__name__}: {error}")
-                talk = []
+                talk = Talk()
                 time.sleep(0.2)
             finally:
                 with self.idle:
@@ -215,12 +228,12 @@ class Traffic:
                 self.counts.places.update({name: n for name, n in places.items() if isinstance(n, int)})
         return replies
 
-    def _offer(self, kind: str, prompt: list[int], reply: dict) -> None:
+    def _offer(self, kind: str, prompt: list[int], reply: dict, turns: tuple[int, ...] = ()) -> None:
         if not reply["comparable"]:
             return
         pairs = reply["meta_info"]["output_token_logprobs"]
         cached = reply["meta_info"].get("cached_tokens") or 0
-        self.checked(Answer(kind, prompt, [p[1] for p in pairs], [p[0] for p in pairs], cached))
+        self.checked(Answer(kind, prompt, [p[1] for p in pairs], [p[0] for p in pairs], cached, turns))
 
     def _prompt(self, rng: random.Random) -> list[int]:
         return (self.prefixes.draw(rng) + draw_tokens(rng, self.scale.shortest, self.scale.longest // 2))[
@@ -229,30 +242,33 @@ class Traffic:
 
     # -- kinds of jobs ----------------------------------------------------------------------------------------
 
-    def _single(self, rng: random.Random, talk: list[int]) -> None:
+    def _single(self, rng: random.Random, talk: Talk) -> None:
         prompt = self._prompt(rng)
         self._offer("single", prompt, self._ask(rng, "single", prompt, self._length(rng))[0])
 
-    def _conversation(self, rng: random.Random, talk: list[int]) -> list[int]:
-        prompt = (talk or self.prefixes.draw(rng)) + draw_tokens(rng, self.scale.shortest, self.scale.longest // 16)
-        prompt = prompt if len(prompt) < self.scale.longest else self._prompt(rng)
+    def _conversation(self, rng: random.Random, talk: Talk) -> Talk:
+        begin, turns = list(talk.tokens) or self.prefixes.draw(rng), talk.turns
+        prompt = begin + draw_tokens(rng, self.scale.shortest, self.scale.longest // 16)
+        if len(prompt) >= self.scale.longest:
+            prompt, turns = self._prompt(rng), ()
         reply = self._ask(rng, "conversation", prompt, self._length(rng))[0]
-        self._offer("conversation", prompt, reply)
-        return prompt + [pair[1] for pair in reply["meta_info"]["output_token_logprobs"]]  # a shorter talk does as well
+        self._offer("conversation", prompt, reply, turns)
+        said = [pair[1] for pair in reply["meta_info"]["output_token_logprobs"]]  # a shorter talk does as well
+        return Talk((*prompt, *said), (*turns, len(prompt)))
 
-    def _pair(self, rng: random.Random, talk: list[int]) -> None:
+    def _pair(self, rng: random.Random, talk: Talk) -> None:
         """Two cold requests at once that share a new prefix and differ in length."""
         shared = draw_tokens(rng, 64, self.scale.longest // 8)
         prompts = [shared + draw_tokens(rng, 8, 64), shared + draw_tokens(rng, 64, self.scale.longest // 8)]
         for prompt, reply in zip(prompts, self._ask(rng, "pair", prompts, rng.randint(*self.scale.answer))):
             self._offer("pair", prompt, reply)
 
-    def _parallel(self, rng: random.Random, talk: list[int]) -> None:
+    def _parallel(self, rng: random.Random, talk: Talk) -> None:
         prompt = self._prompt(rng)
         replies = self._ask(rng, "parallel", prompt, self._length(rng), {"n": rng.randint(2, 4)})
         self._offer("parallel", prompt, rng.choice(replies))
 
-    def _disconnect(self, rng: random.Random, talk: list[int]) -> None:
+    def _disconnect(self, rng: random.Random, talk: Talk) -> None:
         self._leave(rng, body(self._prompt(rng), self._length(rng), stream=True))
 
     def _leave(self, rng: random.Random, asked: dict, headers: Mapping[str, str] | None = None) -> None:
@@ -265,7 +281,7 @@ class Traffic:
                 response.readline()
         self._given_up("disconnect")
 
-    def _abort(self, rng: random.Random, talk: list[int]) -> None:
+    def _abort(self, rng: random.Random, talk: Talk) -> None:
         self._cancel(rng, body(self._prompt(rng), self._length(rng), stream=True))
 
     def _cancel(self, rng: random.Random, asked: dict, headers: Mapping[str, str] | None = None) -> None:
@@ -291,7 +307,7 @@ class Traffic:
             self.counts.kinds[kind] += 1
             self.counts.aborted += 1
 
-    def _session(self, rng: random.Random, talk: list[int], streaming: bool = False) -> None:
+    def _session(self, rng: random.Random, talk: Talk, streaming: bool = False) -> None:
         kind = "streaming" if streaming else "session"
         opened = {"capacity_of_str_len": 1 << 24, **({"streaming": True} if streaming else {})}
         session = json.loads(self.server.request("/open_session", opened, timeout=60))
@@ -307,5 +323,5 @@ class Traffic:
         finally:
             self.server.request("/close_session", {"session_id": session}, timeout=60)
 
-    def _streaming(self, rng: random.Random, talk: list[int]) -> None:
+    def _streaming(self, rng: random.Random, talk: Talk) -> None:
         self._session(rng, talk, streaming=True)

@@ -16,6 +16,7 @@ import pytest
 
 from benchmarks import soak
 from benchmarks.answers import Bound, Difference, Step, greedy_difference
+from benchmarks.soak_traffic import Answer
 
 SCALE = replace(soak.CPU, pause=0.4, calibration=12, clients=4, wait=0.01, longest=300)
 
@@ -142,6 +143,36 @@ def test_exchanged_pages_are_counted(run):
 def test_what_is_held_when_drained_is_counted(run):
     passed, row = run(FakeServer(held=("worker 0 holds {'bf16_tokens': 64}",)))
     assert not passed and row["leaked_tokens"] >= 64
+
+
+class Reader(FakeServer):
+    """What it has read before in pieces, it reads less exactly; a piece counts only if others came after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pieces, self.last = 0, []
+
+    def drain(self) -> None:
+        self.pieces, self.last = 0, []
+
+    def json(self, path: str, asked: dict | None = None, timeout: float = 60):
+        ids = asked["input_ids"]
+        self.pieces += isinstance(ids[0], list)
+        reply = super().json(path, asked, timeout)
+        for pairs in (reply["meta_info"]["input_token_logprobs"] if "logprob_start_len" in asked else [])[1:]:
+            pairs[0] -= 0.3 * self.pieces
+        return reply
+
+
+@pytest.mark.parametrize(("pieces", "wrong"), [(3, 0), (5, 1)])
+def test_a_conversation_is_read_turn_by_turn(pieces, wrong):
+    """Its third turn was computed from pages that had been computed from pages, all without BF16 copies."""
+    prompt = [5] * 640
+    said = [FakeServer.logprob(prompt + [7] * n, 7, 0.3 * pieces) for n in range(3)]
+    checker = soak.Checker(Reader(), SCALE, False)
+    checker.bound = Bound(0.1, 0.2)
+    checker.check(Answer("conversation", prompt, [7, 7, 7], said, 576, turns=(128, 320)))
+    assert (checker.compared, checker.wrong) == (1, wrong)
 
 
 def test_greedy_answers_are_compared_up_to_a_near_tie():
