@@ -65,7 +65,7 @@ class Answer:
     tokens: list[int]
     logprobs: list[float]
     cached: int
-    turns: tuple[int, ...] = ()
+    turns: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -233,7 +233,7 @@ class Traffic:
             return
         pairs = reply["meta_info"]["output_token_logprobs"]
         cached = reply["meta_info"].get("cached_tokens") or 0
-        self.checked(Answer(kind, prompt, [p[1] for p in pairs], [p[0] for p in pairs], cached, turns))
+        self.checked(Answer(kind, prompt, [p[1] for p in pairs], [p[0] for p in pairs], cached, list(turns)))
 
     def _prompt(self, rng: random.Random) -> list[int]:
         return (self.prefixes.draw(rng) + draw_tokens(rng, self.scale.shortest, self.scale.longest // 2))[

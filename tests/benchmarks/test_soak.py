@@ -171,7 +171,7 @@ def test_a_conversation_is_read_turn_by_turn(pieces, wrong):
     said = [FakeServer.logprob(prompt + [7] * n, 7, 0.3 * pieces) for n in range(3)]
     checker = soak.Checker(Reader(), SCALE, False)
     checker.bound = Bound(0.1, 0.2)
-    checker.check(Answer("conversation", prompt, [7, 7, 7], said, 576, turns=(128, 320)))
+    checker.check(Answer("conversation", prompt, [7, 7, 7], said, 576, turns=[128, 320]))
     assert (checker.compared, checker.wrong) == (1, wrong)
 
 
