@@ -45,7 +45,7 @@ class Arena:
 
     def last_page(self, first_slot: int) -> int:
         """Returns the last page that lies before a slot: as many fit, without page 0; at most ``pages``."""
-        return min((first_slot - 1) * self.slot_bytes // self.page_bytes - 1, self.pages)
+        return min(self._before(first_slot), self.pages)
 
     def first_slot(self, pages: int) -> int:
         """Returns the first slot behind so many pages."""
@@ -56,5 +56,8 @@ class Arena:
         return self.slots + 1 - self.first_slot(pages)
 
     def pages_beside(self, slots: int) -> int:
-        """Returns how many pages there may be beside so many BF16 pages; below 0 if these are too many."""
-        return self.last_page(self.slots + 1 - slots)
+        """Returns how many pages fit beside so many BF16 pages, ``pages`` or more; below 0 if these are too many."""
+        return self._before(self.slots + 1 - slots)
+
+    def _before(self, first_slot: int) -> int:
+        return (first_slot - 1) * self.slot_bytes // self.page_bytes - 1

@@ -203,13 +203,14 @@ class PendingOps:
             if isinstance(event, FreedRows):
                 rows += event.rows.tolist()
                 continue
-            kind, count = _KINDS[type(event)], len(event[0])
+            ids = [ids for ids in event if isinstance(ids, torch.Tensor)]
+            kind, count = _KINDS[type(event)], len(ids[0])
             if kind != EVENT_MOVE and spans and spans[-1][0] == kind:
                 spans[-1][2] += count
             else:
                 spans.append([kind, first, count])
-            pages += [ids for ids in event if isinstance(ids, torch.Tensor)]
-            first += count * len(event)
+            pages += ids
+            first += count * len(ids)
         if rows:
             spans.append([EVENT_ROWS, 3 * (len(spans) + 1), len(rows)])
         if not spans:
@@ -217,8 +218,8 @@ class PendingOps:
         (packed,) = to_device([np.array([*chain(*spans), *rows], np.int64)], device)
         pages = [ids.to(device, non_blocking=True) for ids in pages]
         keep_alive(pages)
-        ids = packed[:0] if not pages else pages[0] if len(pages) == 1 else torch.cat(pages)
-        return packed, ids, len(spans)
+        together = packed[:0] if not pages else pages[0] if len(pages) == 1 else torch.cat(pages)
+        return packed, together, len(spans)
 
     def take_fill(self, device: torch.device) -> Fill | None:
         """Removes and returns the first event, on ``device``, if it is a ``Fill``; ``pack`` stops there."""

@@ -63,7 +63,7 @@ class Split:
         return self.arena.last_page(self.first_slot)
 
     def room(self, rows: int) -> int:
-        """Returns the most pages beside ``rows`` running requests, whose windows may have shrunk."""
+        """Returns how many pages fit beside ``rows`` running requests, whose windows may have shrunk."""
         return self.arena.pages_beside(self.windows.needed(rows))
 
     def excess(self, pages: int, rows: int) -> int:

@@ -9,7 +9,8 @@ scheduler does in between (publish, repoint, free, retract, evict, flush) must n
 With drafts, the device knows how many of a batch in flight are accepted, the scheduler only when it has landed; so
 pages are allocated for as many as there may be, and what is published is what the scheduler knows.
 
-With one memory for pages and BF16 pages (``shared``), the scheduler divides it (``cache.split``): ids are no pages then.
+With one memory for pages and BF16 pages (``shared``), ids are no pages, and the scheduler divides the memory
+(``cache.split``).
 
 With host memory (``add_host``), pages are backed up and loaded by copies that happen late (``host_model``).
 """

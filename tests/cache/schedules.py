@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
-from sglang_kvq.constants import PAGE_SIZE as P
 from sglang_kvq.cache.split import WindowSlots
+from sglang_kvq.constants import PAGE_SIZE as P
 from tests.cache.scheduler_model import Model, Request
 
 #: Values of a model's ``overlap``, by what a test's id calls them.
