@@ -13,7 +13,8 @@ from sglang_kvq.cache.arena import Arena
 
 #: Share of the memory that BF16 pages keep from cached prefixes: windows of requests that ended, which come back.
 FLOOR = 0.1
-#: The boundary moves by a part of the memory, so that it need not move again soon.
+#: The boundary moves by a part of the memory, so that it need not move again soon; by a quarter of it where windows
+#: shrink.
 _STEP = 64
 
 
@@ -80,11 +81,10 @@ class Split:
         if most < needed:
             return False
         wanted = max(self.windows.wanted(rows), self._floor)
-        step = max(self.arena.slots // _STEP, 1)
-        slots = self.slots
+        step, slots = self.arena.slots // _STEP, self.slots
         if slots > most:
-            slots = max(most - step, min(wanted, most), needed) if most > wanted else max(most - step // 4, needed)
-        elif slots < min(wanted, most):
+            slots = max(most - step, wanted) if most > wanted else max(most - step // 4, needed)
+        elif slots < needed or min(wanted, most) - slots > step // 4:
             slots = min(wanted + step, most)
         self.first_slot = self.arena.slots + 1 - slots
         return True

@@ -80,7 +80,6 @@ def live_state() -> dict[str, Any]:
     }
     state = runtime.started()
     host = state.host
-    if (split := state.split) is not None:
-        held |= {"pages_beside_bf16": split.pages, "bf16_pages": split.slots}
+    split = {} if state.split is None else {"room": {"pages": state.split.pages, "bf16_pages": state.split.slots}}
     damaged = {} if host is None else {"damaged_pages": host.damaged_pages}
-    return {"tiers": held, "errors": counts.errors, **damaged}
+    return {"tiers": held, "errors": counts.errors, **split, **damaged}

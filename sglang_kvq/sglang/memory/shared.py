@@ -53,13 +53,6 @@ class SharedAllocator(KVQuantAllocator):
     def create_prefill_budget(self, tree_cache: Any, *, num_mixed_decode_tokens: int = 0) -> PrefillBudget:
         return SharedBudget(self, tree_cache, num_mixed_decode_tokens=num_mixed_decode_tokens)
 
-    def request_slot_reserve(self, *, has_req_pool_slot: bool, prefill_tokens: int = 0) -> int:
-        """What a request takes besides its tokens, counted in tokens: its BF16 pages."""
-        if has_req_pool_slot:
-            return 0
-        arena = self.split.arena
-        return math.ceil(self.split.windows.least * arena.slot_bytes / arena.page_bytes) * int(self.page_size)
-
     def evict_to_free_tokens(self, tree_cache: Any, num_tokens: int) -> bool | None:
         """Windows stay whole as long as cached prefixes can give way."""
         if tree_cache is None or not tree_cache.supports_prefix_sharing():
@@ -129,7 +122,44 @@ class SharedAllocator(KVQuantAllocator):
 
 
 class SharedBudget(PrefillBudget):
-    """What one prefill batch may take of the memory, besides what the windows of its requests take."""
+    """What one prefill batch may take: page ids, and the memory of its pages and of its new requests' windows.
 
-    def _available_and_evictable(self) -> int:
-        return int(self.allocator.room() * self.page_size + self.tree_cache.evictable_size())
+    SGLang counts tokens. A window counts as the tokens whose records take the same memory.
+    """
+
+    allocator: SharedAllocator
+
+    def __init__(self, allocator: SharedAllocator, tree_cache: Any, *, num_mixed_decode_tokens: int = 0) -> None:
+        super().__init__(allocator, tree_cache, num_mixed_decode_tokens=num_mixed_decode_tokens)
+        arena, least = allocator.split.arena, allocator.split.windows.least
+        self.window = math.ceil(least * arena.slot_bytes / arena.page_bytes) * int(self.page_size)
+        self.windows = 0  # of the requests that the batch has so far
+
+    def _in_memory(self) -> int:
+        """Tokens whose pages fit beside the windows of running requests and of this batch's."""
+        return int(self.allocator.room() * self.page_size + self.tree_cache.evictable_size() - self.windows)
+
+    @property
+    def remaining_total(self) -> float:
+        return float(min(super().remaining_total, self._in_memory() - self.total_offset))
+
+    @property
+    def remaining_current(self) -> float:
+        return float(min(super().remaining_current, self._in_memory() - self.current_offset))
+
+    def check_prefill(self, *, total_tokens: int, chunk_limit: int | None, **more: Any) -> tuple[bool, int | None]:
+        """``more``: what SGLang says of other pools."""
+        fits = total_tokens + self.window < self._in_memory() - self.total_offset
+        return (True, chunk_limit) if fits and total_tokens < super().remaining_total else (False, None)
+
+    def can_allocate_prefill(self, *, paged_input: int, **more: Any) -> bool:
+        """``more``: what SGLang says of other pools."""
+        offset = max(self.total_offset, self.current_offset)
+        fits = paged_input + self.window <= self._in_memory() - offset
+        return bool(fits and paged_input <= min(super().remaining_current, super().remaining_total))
+
+    def reserve(
+        self, extend_input_len: int, max_new_tokens: int, *, is_chunked_continuation: bool = False, **more: Any
+    ) -> None:
+        super().reserve(extend_input_len, max_new_tokens, is_chunked_continuation=is_chunked_continuation, **more)
+        self.windows += 0 if is_chunked_continuation else self.window
