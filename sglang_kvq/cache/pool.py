@@ -133,7 +133,7 @@ class PagePool:
 
     def read_rows(self) -> None:
         """Copies page ids of all rows, like plans do row by row: for a pool that was filled by hand."""
-        self.row_pages.copy_(self.req_to_token[:, ::PAGE_SIZE] // PAGE_SIZE)
+        self.row_pages.copy_(self.places[(self.req_to_token[:, ::PAGE_SIZE] // PAGE_SIZE).long()])
 
     def move_tokens(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Copies tokens, int64 ``[n]`` locations each, between BF16 pages of all layers; padding moves within slot

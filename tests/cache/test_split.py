@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -118,7 +119,7 @@ def test_records_and_bf16_pages_share_their_bytes():
         there = pool.bf16_pages[layer, 9]
         assert there.is_contiguous() and 0 <= there.data_ptr() - begin - 9 * arena.slot_bytes < arena.slot_bytes
     spans.sort()
-    assert all(end <= start for (_, end), (start, _) in zip(spans, spans[1:])), "layers overlap"
+    assert all(end <= start for (_, end), (start, _) in pairwise(spans)), "layers overlap"
     pool.records[1][0].fill_(1)
     assert int((pool.bf16_pages[:, 1] != 0).sum()) == pool.records[1][0].numel() // 2, "page 0 lies behind slot 0"
 
