@@ -64,12 +64,12 @@ class Places:
         self.ids.index_fill_(0, pages, 0)
         self.table.index_fill_(0, ids, 0)
 
-    def crowded(self, last_page: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def crowded(self, last_page: int, last_used: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the used pages behind ``last_page`` int64 ``[n]``, 0 for free ones, and free pages before it.
 
-        A used page has its own free page, or 0 if there are too few.
+        A used page has its own free page, or 0 if there are too few. No page behind ``last_used`` is used.
         """
-        behind = torch.arange(last_page + 1, len(self.ids), device=self.ids.device)
+        behind = torch.arange(last_page + 1, last_used + 1, device=self.ids.device)
         source = torch.where(self.ids[behind] > 0, behind, 0)
         free = self.ids[: last_page + 1] == 0
         free[0].fill_(False)

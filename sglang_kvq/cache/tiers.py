@@ -511,13 +511,13 @@ class TierManager:
     def _apply_boundary(self, first_slot: int) -> None:
         """Gives memory to pages, or to BF16 pages, and first moves what lies there."""
         self._place_copies()  # they name pages
-        places, old, self.first_slot = self.live_places, self.first_slot, first_slot
+        places, old, used, self.first_slot = self.live_places, self.first_slot, self.last_page, first_slot
         if first_slot > old:
             self._vacate_slots(torch.arange(old, first_slot, device=self.pool.device))
         self._dirty = True
         last = self.last_page
         if first_slot < old:
-            source, target = places.crowded(last)
+            source, target = places.crowded(last, used)
             self.errors += ((source > 0) & (target == 0)).sum()
             self._move_pages(source, target)
             # What the codes of a record look like in BF16 need not be a number.
