@@ -123,6 +123,7 @@ class Model:
     host: Host | None = None
     shared: WindowSlots | None = None  # BF16 pages that requests want and need, in one memory of ``slots`` BF16 pages
     split: Split | None = None
+    wanders: random.Random | None = None  # the boundary goes wherever it may, not only where it should
     moved: int = 0  # times that the boundary moved
 
     def __post_init__(self) -> None:
@@ -195,6 +196,9 @@ class Model:
         used = self.pages - len(self.free)
         if not self.split.fit(used + count, rows):
             return False
+        if self.wanders:
+            room = (self.shared.needed(rows), self.split.arena.slots_beside(used + count))
+            self.split.first_slot = self.split.arena.slots + 1 - self.wanders.randint(*room)
         if self.split.first_slot != before:
             self.moved += 1
             self.tiers.pending.move_boundary(self.split.first_slot)

@@ -30,7 +30,7 @@ def shared_model(rng: random.Random, **more) -> Model:
     windows = WindowSlots(sinks + recent + 1, sinks + kept + 1, more.pop("batch", 3) * (recent - kept + 1))
     slots = windows.needed(rows) + more.pop("room", rng.randint(3, 12))
     more = {"kept_pages": kept, "prefill_pages": rng.choice([0, 1, 4]), "shared": windows, **more}
-    return Model(0, slots, rows, sinks, recent, **more)
+    return Model(0, slots, rows, sinks, recent, wanders=rng if rng.random() < 0.8 else None, **more)
 
 
 def soft_model(rng: random.Random, drafts: int = 1, **more) -> Model:

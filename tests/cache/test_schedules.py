@@ -42,7 +42,7 @@ def test_random_schedules_of_a_shared_memory(seed, overlap):
     driver = Driver(shared_model(rng, overlap=overlap), rng)
     driver.run(160)
     driver.finish()
-    assert driver.model.moved > 5 and driver.model.copied and driver.model.folded
+    assert (driver.model.moved > 9 or not driver.model.wanders) and driver.model.copied and driver.model.folded
 
 
 @each(kind=["first tokens", "crowd"], overlap=OVERLAP)
