@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 #: Most query heads per KV head that the kernels support.
 MAX_GQA_GROUP = 16
+#: BF16 pages' share of the KV memory, if it is divided once and no flag says otherwise.
+DEFAULT_BUDGET = 0.10
 
 
 @dataclass(frozen=True)
@@ -27,13 +29,15 @@ class KVQuantConfig:
         sink_tokens: first tokens of a request kept in BF16; a multiple of ``PAGE_SIZE``.
         recent_tokens: last tokens of a request kept in BF16; a multiple of ``PAGE_SIZE``.
         recent_min: of the recent tokens, those that every running request keeps when BF16 pages run short; a multiple
-            of ``PAGE_SIZE``. None is all: no request starts without room for its whole window.
+            of ``PAGE_SIZE``. None is all, so that no request starts without room for its whole window; in a shared
+            memory it is 0.
         group_size: elements along head_dim (KIVI's keys: tokens) that share one scale and zero; None means
             ``min(head_dim, 128)`` (KIVI's keys: the page).
         clip_k, clip_v: quantile of ``|x|`` over a head's row beyond which keys/values are
             clipped, in (0, 1]; 1 clips nothing; None means the rotation file's or the
             method's own. A given value applies to codes of every width, the default to INT2 codes only.
-        bf16_budget: share of the KV memory that BF16 pages may take, in (0, 1).
+        bf16_budget: share of the KV memory that BF16 pages have, in (0, 1). None: BF16 pages and records share the
+            memory as they need it, where the server can (``sglang.memory.shared``), else ``DEFAULT_BUDGET``.
         bits: ``--kv-quant-bits`` as given: bits per code, or ``auto:TARGET``; for ``transform``, allocated bits per
             element. None is the method's default.
         seed: seed of random rotations; None is 0.
@@ -53,7 +57,7 @@ class KVQuantConfig:
     group_size: int | None = None
     clip_k: float | None = None
     clip_v: float | None = None
-    bf16_budget: float = 0.10
+    bf16_budget: float | None = None
     bits: str | None = None
     seed: int | None = None
     episodic: EpisodicConfig | None = None
@@ -115,11 +119,16 @@ class KVQuantConfig:
                 )
         if self.episodic is not None:
             self.episodic.check_windows(self.sink_tokens, self.recent_tokens)
-        if not 0.0 < self.bf16_budget < 0.9:
+        if self.bf16_budget is not None and not 0.0 < self.bf16_budget < 0.9:
             raise KVQuantError(
-                f"--kv-quant-bf16-budget {self.bf16_budget}: must be above 0 and below 0.9; "
-                "it is the share of the KV memory kept for BF16 pages (default 0.1)."
+                f"--kv-quant-bf16-budget {self.bf16_budget}: must be above 0 and below 0.9; it is the share of the KV "
+                "memory kept for BF16 pages. Leave it out, and BF16 pages take what they need."
             )
+
+    @property
+    def bf16_share(self) -> float:
+        """BF16 pages' share of a memory that is divided once."""
+        return DEFAULT_BUDGET if self.bf16_budget is None else self.bf16_budget
 
     @property
     def width(self) -> Width:

@@ -7,8 +7,8 @@ PAGE_SIZE = 64
 #: head_dim values the page formats and kernels support.
 HEAD_DIMS = (64, 96, 128, 256)
 
-#: Kinds of events that a plan applies: pages freed, BF16 pages moved to other pages, rows given back.
-EVENT_FREE, EVENT_MOVE, EVENT_ROWS = range(3)
+#: Kinds of events that a plan applies: pages freed, BF16 pages moved to other pages, rows given back, ids allocated.
+EVENT_FREE, EVENT_MOVE, EVENT_ROWS, EVENT_ALLOCATE = range(4)
 #: Keys of entries for first tokens, in order of reuse: free ones, those whose page still has its BF16 copy, then by
 #: age.
 ENTRY_FREE, ENTRY_UNUSED = 0, 1

@@ -20,7 +20,7 @@ def stored(
 
     For a page outside the history without a BF16 copy it reads slot 0, like padding.
     """
-    pages = pool.req_to_token[row, :length:PAGE_SIZE].long() // PAGE_SIZE
+    pages = pool.places[pool.req_to_token[row, :length:PAGE_SIZE].long() // PAGE_SIZE].long()
     start = torch.arange(len(pages), device=pool.device) * PAGE_SIZE
     coded = ((start >= pool.row_sink_end[row]) & (start < pool.row_history_end[row]))[:, None, None, None]
     slots = pool.page_slot[pages].clamp(min=0).long()

@@ -30,7 +30,7 @@ class ReferenceOps(AttentionOps):
         return o if outputs is None else _rotate_rows(o, outputs[layer].transpose(-1, -2))
 
     def store_tokens(self, layer: int, loc: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        slot = self.pool.page_slot[loc // PAGE_SIZE].clamp(min=0).long()
+        slot = self.pool.page_slot[self.pool.places[loc // PAGE_SIZE].long()].clamp(min=0).long()
         self.pool.bf16_pages[layer, slot, 0, :, loc % PAGE_SIZE] = k
         self.pool.bf16_pages[layer, slot, 1, :, loc % PAGE_SIZE] = v
 

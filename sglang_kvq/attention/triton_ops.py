@@ -33,7 +33,7 @@ from sglang_kvq.kernels.extend.flash_attention import flash_attention, plan_tile
 from sglang_kvq.kernels.extend.gather_pages import gather_pages
 from sglang_kvq.kernels.quantize.keep_sink_tokens import restore_pages
 from sglang_kvq.kernels.quantize.quantize_pages import quantize_slots, quantize_tokens
-from sglang_kvq.kernels.quantize.rotate import rotate, split_rotation
+from sglang_kvq.kernels.quantize.rotate import Store, rotate, split_rotation
 from sglang_kvq.kernels.quantize.store_tokens import store_tokens
 
 
@@ -91,7 +91,7 @@ class TritonOps(AttentionOps):
         _check_formats(pool)
         self.q_heads = q_heads
         self.slab_pages = (slab_tokens or workspace_tokens(pool.kv_heads, pool.head_dim)) // PAGE_SIZE
-        self._records: list[Record | PlaneRecord] = [record_of(format) for format in pool.formats]
+        self._records: list[Record | PlaneRecord] = [record_of(format, pool.page_stride) for format in pool.formats]
         self._launches: list[DecodeLaunch] = [
             launch or decode_launch(pool.head_dim, q_heads // pool.kv_heads, record, pool.kv_heads)
             for record in self._records
@@ -148,13 +148,15 @@ class TritonOps(AttentionOps):
         return out
 
     def store_tokens(self, layer: int, loc: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        store_tokens(self.pool.bf16_pages[layer], self.pool.page_slot, loc, k, v)
+        pool = self.pool
+        store_tokens(pool.bf16_pages[layer], pool.places, pool.page_slot, loc, k, v)
 
     def rotate_and_store(
         self, layer: int, loc: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> torch.Tensor:
         """Rotates and stores in one launch, whether K and V are rotated or not."""
-        store = (self.pool.bf16_pages[layer], self.pool.page_slot, loc)
+        pool = self.pool
+        store = Store(pool.bf16_pages[layer], pool.bf16_pages.stride(1), pool.places, pool.page_slot, loc)
         overlap, mean = self.order.rotate(), self._mean_of(layer)
         out: torch.Tensor = rotate((q, k, v), self._rotations_of(layer), store, overlap, mean)[0]
         return out
@@ -168,7 +170,7 @@ class TritonOps(AttentionOps):
     def quantize_slots(self, slots: torch.Tensor, pages: torch.Tensor, count: torch.Tensor) -> None:
         pool = self.pool
         for store in pool.stores:
-            record = record_of(store.format)
+            record = record_of(store.format, pool.page_stride)
             rest = (pool.ranks, pool.bf16_pages, slots, pages, count, self._sms * 16)
             quantize_slots(store.records, record, store.layer_ids, *rest)
 
@@ -178,7 +180,7 @@ class TritonOps(AttentionOps):
             return
         tables = (pool.page_slot, pool.bf16_pages, pool.sink_cache.entry, pool.sink_cache.tokens)
         for store in pool.stores:
-            restore_pages(pages, store.records, record_of(store.format), store.layer_ids, *tables)
+            restore_pages(pages, store.records, record_of(store.format, pool.page_stride), store.layer_ids, *tables)
 
     def plan_attention(self, rows: torch.Tensor, seq_lens: torch.Tensor) -> None:
         self.reserve(len(rows))
@@ -351,6 +353,7 @@ class TritonOps(AttentionOps):
         stored = Stored(
             records=pool.records[layer],
             bf16_pages=pool.bf16_pages[layer],
+            slot=pool.bf16_pages.stride(1),
             page_slot=pool.page_slot,
             row_pages=pool.row_pages,
             pages_row=pool.row_pages.stride(0),

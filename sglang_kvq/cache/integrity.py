@@ -5,6 +5,8 @@ docs/design.md lists the invariants and the check of each. Synchronises with the
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from sglang_kvq.cache.tiers import TierManager
@@ -47,16 +49,38 @@ def check_integrity(tiers: TierManager, free_pages: torch.Tensor | None = None, 
         return
     free = free_pages.cpu()
     require(len(free.unique()) == len(free), "a page is in the free list twice")
+    if tiers.places is not None:
+        free = _free_pages(tiers, free, require)
     require(not (page_slot[free] >= 0).any(), "a free page still has a BF16 slot")
     require(not valid[free].any(), "a free page still counts as quantized")
     require(not torch.isin(kept, free).any(), "the first token of a free page is still kept")
     if tiers.sink_cache is not None:
-        require(not tiers.page_first[free_pages].any(), "a free page still counts as the first of a sequence")
+        require(not tiers.page_first.cpu()[free].any(), "a free page still counts as the first of a sequence")
     taken = torch.ones(len(valid), dtype=torch.bool)
     taken[0], taken[free] = False, False
     lost = (taken & ~valid & (page_slot <= 0)).nonzero().flatten()
     if idle:
         require(len(lost) == 0, f"page {lost[:1].tolist()} of {len(lost)} is neither free nor in a record nor in BF16")
     for row, length in enumerate(tiers.row_len.tolist()):
-        pages = pool.req_to_token[row, : length // PAGE_SIZE * PAGE_SIZE : PAGE_SIZE].long().cpu() // PAGE_SIZE
-        require(taken[pages].all(), f"row {row}, which is in use, has a page that is free")
+        ids = pool.req_to_token[row, : length // PAGE_SIZE * PAGE_SIZE : PAGE_SIZE].long().cpu() // PAGE_SIZE
+        require(taken[pool.places.cpu()[ids].long()].all(), f"row {row}, which is in use, has a page that is free")
+
+
+def _free_pages(
+    tiers: TierManager, free_ids: torch.Tensor, require: Callable[[bool | torch.Tensor, str], None]
+) -> torch.Tensor:
+    """Checks which ids have pages of a shared memory; returns the pages that none has."""
+    table, ids, last = tiers.pool.places.cpu().long(), tiers.live_places.ids.cpu().long(), tiers.last_page
+    require(not table[free_ids].any(), "an id that is free has a page")
+    used = torch.ones(len(table), dtype=torch.bool)
+    used[0], used[free_ids] = False, False
+    pages = table[used]
+    require((pages > 0).all(), "an id in use has no page")
+    require(not (pages > last).any(), "a page lies among the BF16 pages")
+    require(torch.equal(ids[pages], used.nonzero().flatten()), "a page belongs to another id than its own")
+    require(int((ids > 0).sum()) == len(pages), "a page belongs to an id that does not have it")
+    stack = tiers.live_places.stack[: int(tiers.live_places.count)].long().cpu()
+    free = (ids[1 : last + 1] == 0).nonzero().flatten() + 1
+    require(torch.equal(stack.sort().values, free), "the stack of free pages is not what no id has")
+    require(not (tiers.slot_page[: tiers.first_slot] > 0).any(), "a BF16 page lies among the pages")
+    return (ids == 0).nonzero().flatten()[1:]

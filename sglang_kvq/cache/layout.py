@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from sglang_kvq.cache.arena import Arena, padded
 from sglang_kvq.cache.sink_token_cache import PAGES_PER_ENTRY
+from sglang_kvq.cache.split import WindowSlots
 from sglang_kvq.config import KVQuantConfig
 from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.errors import KVQuantError
@@ -58,6 +60,11 @@ class KVGeometry:
         return self.record_bytes + self.first_bytes
 
     @property
+    def shared_page_bytes(self) -> int:
+        """``page_bytes`` where pages and BF16 pages share a memory."""
+        return padded(self.record_bytes) + self.first_bytes
+
+    @property
     def slot_bytes(self) -> int:
         """BF16 bytes of one BF16 page in all layers; plain BF16 takes the same for a page."""
         return self.layers * self.kv_heads * 2 * PAGE_SIZE * self.head_dim * 2
@@ -77,6 +84,9 @@ class MemoryLayout:
         slots: BF16 pages, without the reserved one.
         max_requests: limit of running requests: the rows whose windows always fit, as far as they are never lost.
         whole_windows: running requests whose whole windows fit at once; with more, all windows shrink.
+        arena: the memory that pages and BF16 pages share; then each of ``pages`` and ``slots`` is the most that there
+            may be without the other. None if it is divided once.
+        windows: what running requests take of it.
     """
 
     geometry: KVGeometry
@@ -84,6 +94,8 @@ class MemoryLayout:
     slots: int
     max_requests: int
     whole_windows: int
+    arena: Arena | None = None
+    windows: WindowSlots | None = None
 
     @property
     def tokens(self) -> int:
@@ -91,6 +103,8 @@ class MemoryLayout:
 
     @property
     def total_bytes(self) -> int:
+        if self.arena is not None:
+            return self.arena.total_bytes + self.pages * self.geometry.first_bytes
         return self.pages * self.geometry.page_bytes + self.slots * self.geometry.slot_bytes
 
     @property
@@ -101,7 +115,10 @@ class MemoryLayout:
 
     def requests_at(self, context: int) -> tuple[int, int]:
         """Returns how many requests of so many tokens fit: in plain BF16 of the same bytes, and in this layout."""
-        return self.bf16_tokens // context, min(self.tokens // context, self.max_requests)
+        ours = self.tokens // context
+        if self.arena is not None and self.windows is not None:
+            ours = _requests(self.arena, self.windows.least, self.windows.spare, -(-context // PAGE_SIZE))
+        return self.bf16_tokens // context, min(ours, self.max_requests)
 
     @property
     def bits_per_element(self) -> float:
@@ -111,7 +128,7 @@ class MemoryLayout:
 
 def bf16_slots(config: KVQuantConfig, geometry: KVGeometry, budget_bytes: int) -> int:
     """Returns how many BF16 pages fit in the share of the budget that ``--kv-quant-bf16-budget`` sets."""
-    return int(budget_bytes * config.bf16_budget) // geometry.slot_bytes
+    return int(budget_bytes * config.bf16_share) // geometry.slot_bytes
 
 
 def reserved_bytes(geometry: KVGeometry, slots: int) -> int:
@@ -157,7 +174,7 @@ def divide(
     if shrinks:
         resumes += max(config.slots_per_request, -(-(batch or 0) // PAGE_SIZE))
     page_bytes = geometry.page_bytes + geometry.draft_page_bytes
-    share = int(pages * page_bytes * config.bf16_budget / (1 - config.bf16_budget)) // geometry.slot_bytes
+    share = int(pages * page_bytes * config.bf16_share / (1 - config.bf16_share)) // geometry.slot_bytes
     least = (8 if wanted is None else wanted) * need + resumes
     prefill = config.prefill_pages if chunk is not None and chunk <= config.recent_tokens else 0
     slots = min(slots, pages, max(share, least + prefill))  # a page never needs two BF16 pages
@@ -168,10 +185,77 @@ def divide(
         raise KVQuantError(
             f"The KV cache has room for {slots} BF16 pages, but one request needs {need + resumes} "
             f"({one / 2**20:.0f} MiB: {config.sink_tokens} sink and {config.kept_pages * PAGE_SIZE} recent tokens). "
-            f"Raise --kv-quant-bf16-budget (now {config.bf16_budget}), --mem-fraction-static or --max-total-tokens, or "
+            f"Raise --kv-quant-bf16-budget (now {config.bf16_share}), --mem-fraction-static or --max-total-tokens, or "
             "lower --kv-quant-recent."
         )
     return MemoryLayout(geometry, pages, slots, requests, min((slots - resumed - spare) // whole, requests))
+
+
+def window_slots(config: KVQuantConfig, batch: int, written: int = 1) -> WindowSlots:
+    """Returns the BF16 pages that requests take of a shared memory.
+
+    Args:
+        batch: most tokens of a prefill batch. What it writes needs room besides the pages that requests keep, and so
+            does the page that one of its requests resumes.
+        written: tokens that a step writes.
+    """
+    spare = 1 + max(config.slots_per_request, -(-batch // PAGE_SIZE))
+    return WindowSlots(config.slots_per_request, config.pinned_slots(written), spare)
+
+
+def shared_reserve(geometry: KVGeometry, windows: WindowSlots) -> int:
+    """Returns the bytes of a shared memory that hold no tokens while one request runs: BF16 pages, slot 0 and page 0.
+
+    One BF16 page more is for rounding.
+    """
+    return (windows.needed(1) + 2) * geometry.slot_bytes + geometry.shared_page_bytes
+
+
+def share(
+    geometry: KVGeometry, windows: WindowSlots, *, pages: int, budget_bytes: int, wanted: int | None = None
+) -> MemoryLayout:
+    """Fixes a shared memory for ``pages`` pages after SGLang has applied its own limits.
+
+    Args:
+        budget_bytes: of the whole memory. If ``--max-total-tokens`` leaves fewer pages than these hold, the memory is
+            smaller too, but has BF16 pages for ``wanted`` requests beside all pages.
+        wanted: ``--max-running-requests``; None counts as 8.
+
+    Raises:
+        KVQuantError: no page fits beside one request's window.
+    """
+    page, slot = padded(geometry.record_bytes), geometry.slot_bytes
+    if pages < 1:
+        raise KVQuantError(
+            f"The KV cache has room for {budget_bytes // slot} BF16 pages, but one request and its prompt need "
+            f"{windows.needed(1) + 2} ({(windows.needed(1) + 2) * slot / 2**20:.0f} MiB). Raise "
+            "--mem-fraction-static or --max-total-tokens, or lower --kv-quant-recent or --chunked-prefill-size."
+        )
+    for_pages = -(-(pages + 1) * page // slot)
+    affordable = (budget_bytes - pages * geometry.first_bytes) // slot - 1
+    least, more = windows.needed(1), windows.wanted(8 if wanted is None else wanted)
+    slots = for_pages + max(least + 1, min(affordable - for_pages, more))
+    arena = Arena(page, slot, slots, pages)
+    most, whole = (_requests(arena, each, windows.spare, 1) for each in (windows.least, windows.whole))
+    return MemoryLayout(geometry, pages, slots, most, whole, arena, windows)
+
+
+def _requests(arena: Arena, slots: int, spare: int, pages: int) -> int:
+    """Returns how many requests with so many BF16 pages and pages each fit in a shared memory."""
+    of_slot = arena.page_bytes / arena.slot_bytes
+    return max(int((arena.slots - spare - of_slot) / (slots + pages * of_slot)), 1)
+
+
+def fit_shared(config: KVQuantConfig, geometry: KVGeometry, budget_bytes: int, batch: int) -> MemoryLayout:
+    """Returns the layout of a whole shared budget, equal to SGLang's result when no flag limits tokens or requests.
+
+    Raises:
+        KVQuantError: no page fits beside one request's window.
+    """
+    windows = window_slots(config, batch)
+    left = budget_bytes - shared_reserve(geometry, windows)
+    pages = max(left, 0) // geometry.shared_page_bytes
+    return share(geometry, windows, pages=pages, budget_bytes=budget_bytes)
 
 
 def fit(config: KVQuantConfig, geometry: KVGeometry, budget_bytes: int) -> MemoryLayout:

@@ -10,7 +10,13 @@ import numpy as np
 import torch
 
 from sglang_kvq.cache.transfer import to_device
-from sglang_kvq.constants import EVENT_FREE, EVENT_MOVE, EVENT_ROWS
+from sglang_kvq.constants import EVENT_ALLOCATE, EVENT_FREE, EVENT_MOVE, EVENT_ROWS
+
+
+class AllocatedPages(NamedTuple):
+    """Page ids int64 ``[n]`` that left the allocator; recorded where ids are not pages (``PagePool.places``)."""
+
+    pages: torch.Tensor
 
 
 class FreedPages(NamedTuple):
@@ -77,9 +83,15 @@ class ArrivedRequest(NamedTuple):
     done: Callable[[], None]
 
 
+class MovedBoundary(NamedTuple):
+    """The first slot from now on, of a memory that pages and BF16 pages share (``cache.arena``)."""
+
+    first_slot: int
+
+
 #: Events that ``pack`` leaves alone: they are rare and need operations of their own.
-Fill: TypeAlias = CopiedPages | FoldedPages | ArrivedRequest
-Event: TypeAlias = FreedPages | MovedBF16Pages | FreedRows | Fill
+Fill: TypeAlias = CopiedPages | FoldedPages | ArrivedRequest | MovedBoundary
+Event: TypeAlias = AllocatedPages | FreedPages | MovedBF16Pages | FreedRows | Fill
 
 
 class PendingOps:
@@ -108,7 +120,21 @@ class PendingOps:
         for event in self._events:
             if isinstance(event, ArrivedRequest):
                 event.done()
-        self._events.clear()
+        # The memory stays divided as the scheduler has decided.
+        boundaries = [event for event in self._events if isinstance(event, MovedBoundary)]
+        self._events = [*boundaries[-1:]]
+
+    def allocate_pages(self, pages: torch.Tensor) -> None:
+        """Records that page ids int64 ``[n]``, all different, left the allocator."""
+        if pages.numel():
+            self._events.append(AllocatedPages(pages))
+
+    def move_boundary(self, first_slot: int) -> None:
+        """Records that BF16 pages begin at a slot from now on; see ``MovedBoundary``.
+
+        The pages in use now, events before this one applied, must fit before it.
+        """
+        self._events.append(MovedBoundary(first_slot))
 
     def free_pages(self, pages: torch.Tensor) -> None:
         """Records that pages ``[n]`` of any integer type went back to the allocator.
@@ -162,9 +188,10 @@ class PendingOps:
 
         Returns:
             spans: int64 on ``device``: a triple (kind, first, count) per event, then all rows. ``EVENT_FREE`` frees the
-                pages ``ids[first : first + count]``. ``EVENT_MOVE`` gives their BF16 copies to the ``count`` ids that
-                follow. ``EVENT_ROWS`` gives back rows ``spans[first : first + count]``. Events keep their order, except
-                that consecutive frees become one, and rows, which are independent of pages, come together at the end.
+                pages ``ids[first : first + count]``, ``EVENT_ALLOCATE`` gives these ids pages. ``EVENT_MOVE`` gives
+                their BF16 copies to the ``count`` ids that follow. ``EVENT_ROWS`` gives back rows
+                ``spans[first : first + count]``. Events keep their order, except that consecutive frees, or
+                allocations, become one, and rows, which are independent of pages, come together at the end.
             ids: int64 on ``device``, page ids.
             events: number of triples.
         """
@@ -176,13 +203,14 @@ class PendingOps:
             if isinstance(event, FreedRows):
                 rows += event.rows.tolist()
                 continue
-            kind, count = EVENT_MOVE if isinstance(event, MovedBF16Pages) else EVENT_FREE, len(event[0])
-            if kind == EVENT_FREE and spans and spans[-1][0] == EVENT_FREE:
+            ids = [ids for ids in event if isinstance(ids, torch.Tensor)]
+            kind, count = _KINDS[type(event)], len(ids[0])
+            if kind != EVENT_MOVE and spans and spans[-1][0] == kind:
                 spans[-1][2] += count
             else:
                 spans.append([kind, first, count])
-            pages += [ids for ids in event if isinstance(ids, torch.Tensor)]
-            first += count * len(event)
+            pages += ids
+            first += count * len(ids)
         if rows:
             spans.append([EVENT_ROWS, 3 * (len(spans) + 1), len(rows)])
         if not spans:
@@ -190,8 +218,8 @@ class PendingOps:
         (packed,) = to_device([np.array([*chain(*spans), *rows], np.int64)], device)
         pages = [ids.to(device, non_blocking=True) for ids in pages]
         keep_alive(pages)
-        ids = packed[:0] if not pages else pages[0] if len(pages) == 1 else torch.cat(pages)
-        return packed, ids, len(spans)
+        together = packed[:0] if not pages else pages[0] if len(pages) == 1 else torch.cat(pages)
+        return packed, together, len(spans)
 
     def take_fill(self, device: torch.device) -> Fill | None:
         """Removes and returns the first event, on ``device``, if it is a ``Fill``; ``pack`` stops there."""
@@ -210,6 +238,7 @@ class PendingOps:
         return [event for event in events if event is not None]
 
 
+_KINDS = {AllocatedPages: EVENT_ALLOCATE, FreedPages: EVENT_FREE, MovedBF16Pages: EVENT_MOVE}
 _Kind = TypeVar("_Kind", bound=Event)
 
 

@@ -12,6 +12,7 @@ from functools import cached_property
 
 import torch
 
+from sglang_kvq.cache.arena import Arena
 from sglang_kvq.cache.sink_token_cache import SinkTokenCache
 from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.formats.record import RecordFormat
@@ -46,6 +47,8 @@ class PagePool:
         ranks: int32 ``[layers, 2]``, each layer's clip ranks of keys and of values (``formats.quantize.clip_rank``, 0
             clips nothing): data, so that one compiled kernel serves layers with different calibrated clips.
         bf16_pages: BF16 ``[layers, slots + 1, 2, kv_heads, PAGE_SIZE, head_dim]``; axis 2 is K, V.
+        places: int32 ``[pages + 1]``, where SGLang's page ids lie: the page that holds an id's tokens, 0 for none.
+            Without an arena each id is its page. "Page" means this number in all other tables.
         page_slot: int32 ``[pages + 1]``, a page's BF16 slot, -1 for none; ``page_slot[0] == 0``.
         req_to_token: int32 ``[rows, context]``, SGLang's token locations (page * PAGE_SIZE + offset). The scheduler may
             rewrite a row as soon as a batch is planned, while its layers still run: only plans read it.
@@ -55,37 +58,61 @@ class PagePool:
             pages in ``[0, sink_end)``, records in ``[sink_end, history_end)`` and BF16 pages from ``history_end``
             on. Both are multiples of ``PAGE_SIZE`` unless they equal the request's length.
         sink_cache: first tokens of pages whose BF16 copies were taken; None if no layer's records need them.
+        arena: the memory that records and BF16 pages share; None if each has its own.
     """
 
     formats: tuple[RecordFormat, ...]
     stores: tuple[RecordStore, ...]
     ranks: torch.Tensor
     bf16_pages: torch.Tensor
+    places: torch.Tensor
     page_slot: torch.Tensor
     req_to_token: torch.Tensor
     row_pages: torch.Tensor
     row_sink_end: torch.Tensor
     row_history_end: torch.Tensor
     sink_cache: SinkTokenCache | None = None
+    arena: Arena | None = None
 
     @classmethod
     def allocate(
-        cls, formats: Sequence[RecordFormat], *, kv_heads: int, pages: int, slots: int, req_to_token: torch.Tensor
+        cls,
+        formats: Sequence[RecordFormat],
+        *,
+        kv_heads: int,
+        pages: int,
+        slots: int,
+        req_to_token: torch.Tensor,
+        arena: Arena | None = None,
     ) -> PagePool:
         """Allocates zeroed pools on ``req_to_token``'s device for ``pages`` pages and ``slots`` BF16 pages.
 
-        formats: one for each layer.
+        formats: one for each layer. arena: then both share its memory, and ``pages`` and ``slots`` are its own.
         """
         device, (rows, context) = req_to_token.device, req_to_token.shape
         page_slot = torch.full((pages + 1,), -1, dtype=torch.int32, device=device)
         page_slot[0] = 0
-        stores = []
+        shape = (len(formats), slots + 1, 2, kv_heads, PAGE_SIZE, formats[0].head_dim)
+        memory = None
+        if arena is None:
+            bf16_pages = torch.zeros(shape, dtype=torch.bfloat16, device=device)
+        else:
+            memory = torch.zeros(arena.total_bytes, dtype=torch.uint8, device=device)
+            part = memory.view(torch.bfloat16).unflatten(0, (slots + 1, len(formats), *shape[2:]))
+            bf16_pages = part.transpose(0, 1)
+        stores, at = [], 0 if arena is None else arena.slot_bytes
         for layout in dict.fromkeys(f.layout for f in formats):
             layers = tuple(i for i, f in enumerate(formats) if f.layout == layout)
-            shape = (len(layers), pages + 1, kv_heads, layout.record_bytes)
+            size = (len(layers), pages + 1, kv_heads, layout.record_bytes)
             ids = torch.tensor(layers, dtype=torch.int64, device=device)
-            stores.append(RecordStore(layout, layers, ids, torch.zeros(shape, dtype=torch.uint8, device=device)))
-        bf16_pages = (len(formats), slots + 1, 2, kv_heads, PAGE_SIZE, formats[0].head_dim)
+            if memory is None or arena is None:
+                records = torch.zeros(size, dtype=torch.uint8, device=device)
+            else:
+                of_layer = kv_heads * layout.record_bytes
+                records = memory.as_strided(size, (of_layer, arena.page_bytes, layout.record_bytes, 1), at)
+                at += of_layer * len(layers)
+            stores.append(RecordStore(layout, layers, ids, records))
+        places = torch.arange(pages + 1, dtype=torch.int32, device=device)
         sink_cache = None
         if any(f.keeps_first for f in formats):
             sink_cache = SinkTokenCache.allocate(len(formats), pages, kv_heads, formats[0].head_dim, device)
@@ -93,23 +120,25 @@ class PagePool:
             formats=tuple(formats),
             stores=tuple(stores),
             ranks=torch.tensor([(f.rank_k, f.rank_v) for f in formats], dtype=torch.int32, device=device),
-            bf16_pages=torch.zeros(bf16_pages, dtype=torch.bfloat16, device=device),
+            bf16_pages=bf16_pages,
+            places=places if arena is None else torch.zeros_like(places),
             page_slot=page_slot,
             req_to_token=req_to_token,
             row_pages=torch.zeros(rows, -(-context // PAGE_SIZE), dtype=torch.int32, device=device),
             row_sink_end=torch.zeros(rows, dtype=torch.int32, device=device),
             row_history_end=torch.zeros(rows, dtype=torch.int32, device=device),
             sink_cache=sink_cache,
+            arena=arena,
         )
 
     def read_rows(self) -> None:
         """Copies page ids of all rows, like plans do row by row: for a pool that was filled by hand."""
-        self.row_pages.copy_(self.req_to_token[:, ::PAGE_SIZE] // PAGE_SIZE)
+        self.row_pages.copy_(self.places[(self.req_to_token[:, ::PAGE_SIZE] // PAGE_SIZE).long()])
 
     def move_tokens(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Copies tokens, int64 ``[n]`` locations each, between BF16 pages of all layers; padding moves within slot
         0."""
-        slot, old = (self.page_slot[x // PAGE_SIZE].clamp(min=0).long() for x in (target, source))
+        slot, old = (self.page_slot[self.places[x // PAGE_SIZE].long()].clamp(min=0).long() for x in (target, source))
         self.bf16_pages[:, slot, :, :, target % PAGE_SIZE] = self.bf16_pages[:, old, :, :, source % PAGE_SIZE]
 
     def read_bf16(self, slots: torch.Tensor) -> torch.Tensor:
@@ -135,6 +164,11 @@ class PagePool:
         """Records of each layer, uint8 ``[pages + 1, kv_heads, record_bytes]``: views of the stores."""
         views = {layer: view for store in self.stores for layer, view in zip(store.layers, store.records)}
         return tuple(views[layer] for layer in range(self.layers))
+
+    @property
+    def page_stride(self) -> int:
+        """Bytes from a page's records in a layer to the next page's; 0 if nothing lies between them."""
+        return 0 if self.arena is None else self.arena.page_bytes
 
     @property
     def device(self) -> torch.device:

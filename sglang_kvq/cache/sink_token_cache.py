@@ -125,6 +125,14 @@ class SinkTokenCache:
         self.pages.index_fill_(0, self.entries(pages), 0)
         self.entry.index_fill_(0, pages, 0)
 
+    def move(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Gives the entries of pages ``source`` int64 ``[m]`` to pages ``target``, which have none; 0 for none."""
+        entries = self.entries(source)
+        self.entry[target] = entries.int()
+        self.pages[entries] = target.int()
+        self.entry.index_fill_(0, source, 0)
+        self.pages[0].fill_(0)
+
     def clear(self) -> None:
         for table in (self.pages, self.entry, self.stamp):
             table.zero_()

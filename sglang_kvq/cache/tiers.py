@@ -1,5 +1,8 @@
 """Assignment of BF16 pages to pages, and of each request's ranges to the pool they are read from.
 
+Where records and BF16 pages share one memory (``cache.arena``), SGLang's page ids name no memory: ``cache.places``
+gives each a page. Everything else here counts pages.
+
 All state lives on the device and every decision is a tensor operation, so a step never waits for the host. The
 scheduler only *records* events on pages (``PendingOps``). The next forward pass applies them, in order, on the stream
 that runs the model. So demotion is safe under overlap scheduling: no page loses its BF16 copy while an earlier batch
@@ -34,15 +37,18 @@ import torch
 
 from sglang_kvq.cache.fold import fold_pages
 from sglang_kvq.cache.pending import (
+    AllocatedPages,
     ArrivedRequest,
     CopiedPages,
     Fill,
     FoldedPages,
     FreedPages,
     MovedBF16Pages,
+    MovedBoundary,
     PendingOps,
     keep_alive,
 )
+from sglang_kvq.cache.places import Places
 from sglang_kvq.cache.pool import PACKED_TAIL, PagePool
 from sglang_kvq.cache.select_smallest import hand_out
 from sglang_kvq.cache.sink_token_cache import SinkTokenCache
@@ -54,6 +60,8 @@ from sglang_kvq.errors import KVQuantError
 SINK_BONUS = 1 << 40
 #: Added once for each step towards the end of a window, to the key of a page in the window of a row in use.
 SOFT_BONUS = 1 << 41
+#: BF16 pages, and pages, that are copied at a time when the memory is divided anew: about 100 MB of a large model.
+_COPIED_SLOTS, _COPIED_PAGES = 8, 64
 
 QuantizeSlots: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 RestorePages: TypeAlias = Callable[[torch.Tensor], None]
@@ -144,6 +152,10 @@ class TierManager:
         self.page_valid = torch.zeros(pool.pages + 1, dtype=torch.bool, device=device)
         #: Pages that begin a sequence, if first tokens are kept.
         self.page_first = torch.zeros(1 if self.sink_cache is None else pool.pages + 1, dtype=torch.bool, device=device)
+        #: Which page ids have which pages; None where ids are pages.
+        self.places = None if pool.arena is None else Places(pool)
+        #: The first slot that BF16 pages may have.
+        self.first_slot = 1 if pool.arena is None else pool.arena.first_slot(pool.arena.pages)
         self.row_len = torch.zeros(rows, dtype=torch.int64, device=device)
         self.errors = torch.zeros((), dtype=torch.int64, device=device)
         self.records_written = torch.zeros((), dtype=torch.int64, device=device)
@@ -207,14 +219,20 @@ class TierManager:
         prefix_lens: torch.Tensor,
         seq_lens: torch.Tensor,
         max_len: int,
-        direct_pages: torch.Tensor,
-    ) -> None:
-        """Plans a prefill. Tensors int64 ``[batch]``; ``direct_pages`` int64 ``[n]`` are quantized from activations.
+        direct_ids: torch.Tensor,
+    ) -> torch.Tensor:
+        """Plans a prefill. Tensors int64 ``[batch]``; the pages of ``direct_ids`` are quantized from activations.
 
-        max_len: an upper bound of ``read_lens``.
+        Args:
+            max_len: an upper bound of ``read_lens``.
+            direct_ids: page ids int64 ``[n]``.
+
+        Returns:
+            their pages, int64 ``[n]``.
         """
-        self._plan(rows, prefix_lens, seq_lens, max_len, direct_pages)
+        direct_pages = self._plan(rows, prefix_lens, seq_lens, max_len, direct_ids)
         self._dirty = True
+        return direct_ids if direct_pages is None else direct_pages
 
     def _plan(
         self,
@@ -222,10 +240,10 @@ class TierManager:
         prefix_lens: torch.Tensor | None,
         seq_lens: torch.Tensor,
         max_len: int,
-        direct_pages: torch.Tensor | None,
+        direct_ids: torch.Tensor | None,
         count: int = 1,
-    ) -> None:
-        """Plans a batch; ``prefix_lens`` None means decoding.
+    ) -> torch.Tensor | None:
+        """Plans a batch; ``prefix_lens`` None means decoding. Returns the pages of ``direct_ids``.
 
         A prefill reads the tokens stored before it. Decoding also reads its ``count`` new tokens, and so may a request
         of a prefill with one new token, because ``--enable-mixed-chunk`` puts decoding requests among them.
@@ -233,6 +251,7 @@ class TierManager:
         stored, touched = (seq_lens - count, seq_lens) if prefix_lens is None else (prefix_lens, prefix_lens)
         self.apply_pending()
         self.steps += 1
+        direct_pages = self._pages_of(direct_ids)
         live = rows > 0
         self.row_len[rows] = torch.where(live, seq_lens, 0)
         # Touch the pages that this batch reads first: its old window must then give way last.
@@ -253,6 +272,11 @@ class TierManager:
             self.prefix_read += torch.stack([in_bf16.sum(), in_records.sum()])
         if self.restore_pages is not None and restored is not None and max_len >= P:
             self.restore_pages(restored)
+        return direct_pages
+
+    def _pages_of(self, ids: torch.Tensor | None) -> torch.Tensor | None:
+        """Returns the pages of page ids int64 ``[n]``."""
+        return ids if ids is None or self.places is None else self.pool.places[ids].long()
 
     def apply_now(self) -> None:
         """Applies pending events between plans, on the stream that runs the layers; the next decode step is planned.
@@ -267,10 +291,12 @@ class TierManager:
         """Applies the scheduler's events since the last plan, in their order."""
         self._apply_reset()
         for event in self.pending.drain(self.pool.device):
-            if isinstance(event, FreedPages):
+            if isinstance(event, AllocatedPages):
+                self.errors += self.live_places.allocate(event.pages)
+            elif isinstance(event, FreedPages):
                 self._apply_free(event.pages)
             elif isinstance(event, MovedBF16Pages):
-                self._apply_move(event.own, event.kept)
+                self._apply_move(*(self.pool.places[ids].long() for ids in event))
             elif isinstance(event, Fill):
                 self._apply_fill(event)
             else:
@@ -284,6 +310,8 @@ class TierManager:
         if self.sink_cache is not None:
             self.sink_cache.clear()
             self.page_first.fill_(False)
+        if self.places is not None:
+            self.places.clear(self.last_page)
         for tensor in (self.slot_page, self.slot_stamp, self.row_len):
             tensor.zero_()
         for tensor in (self.pool.row_sink_end, self.pool.row_history_end):
@@ -292,7 +320,10 @@ class TierManager:
         self.pool.page_slot.fill_(-1)
         self.pool.page_slot[0].fill_(0)
 
-    def _apply_free(self, pages: torch.Tensor) -> None:
+    def _apply_free(self, ids: torch.Tensor) -> None:
+        pages = self.pool.places[ids].long()
+        if self.places is not None:
+            self.places.free(ids)
         slots = self.pool.page_slot[pages].clamp(min=0).long()
         # fill_ and index_fill_ everywhere: assigning a Python number by index waits for the device.
         self.slot_page.index_fill_(0, slots, 0)
@@ -317,12 +348,15 @@ class TierManager:
             self._apply_copy(event)
         elif isinstance(event, FoldedPages):
             self._apply_fold(event)
+        elif isinstance(event, MovedBoundary):
+            self._apply_boundary(event.first_slot)
         else:
             self._apply_arrival(event)
 
     def _apply_copy(self, event: CopiedPages) -> None:
         """Copies records now, so that a copy never needs its source again; keeps BF16 copies for ``_place_copies``."""
-        source, target, windows = event
+        source, target = (self.pool.places[ids].long() for ids in (event.source, event.target))
+        windows = event.windows
         slots = self._record_sources(source)
         for records in self.pool.records:
             records[target] = records[source]
@@ -330,7 +364,8 @@ class TierManager:
 
     def _apply_fold(self, event: FoldedPages) -> None:
         """Moves chosen tokens' records; keeps the BF16 pages of whole pages for ``_place_copies``."""
-        source, target, tokens, sinks = event
+        source, target = (self.pool.places[ids].long() for ids in (event.source, event.target))
+        tokens, sinks = event.tokens, event.sinks
         slots = self._record_sources(source)
         inside = (tokens >= 0) & (tokens < len(source) * P)
         whole = torch.arange(P, device=tokens.device) + sinks[:, None] * P
@@ -455,6 +490,91 @@ class TierManager:
         self._quantize(marked, torch.arange(len(marked), device=slots.device), self.slot_page)
         self.page_valid.index_fill_(0, torch.where(marked, self.slot_page, 0), True)
 
+    # -- one memory for records and BF16 pages -----------------------------------------------------
+
+    @property
+    def last_page(self) -> int:
+        """The last page that lies before the first slot."""
+        return self.pool.pages if self.pool.arena is None else self.pool.arena.last_page(self.first_slot)
+
+    @property
+    def live_places(self) -> Places:
+        """The ids of pages.
+
+        Raises:
+            KVQuantError: ids are pages here.
+        """
+        if self.places is None:
+            raise KVQuantError("Page ids are pages here: nothing allocates them, and no boundary moves.")
+        return self.places
+
+    def _apply_boundary(self, first_slot: int) -> None:
+        """Gives memory to pages, or to BF16 pages, and first moves what lies there."""
+        self._place_copies()  # they name pages
+        places, old, used, self.first_slot = self.live_places, self.first_slot, self.last_page, first_slot
+        if first_slot > old:
+            self._vacate_slots(torch.arange(old, first_slot, device=self.pool.device))
+        self._dirty = True
+        last = self.last_page
+        if first_slot < old:
+            source, target = places.crowded(last, used)
+            self.errors += ((source > 0) & (target == 0)).sum()
+            self._move_pages(source, target)
+            # What the codes of a record look like in BF16 need not be a number.
+            self.pool.bf16_pages[:, first_slot:old].zero_()
+        places.collect(last)
+
+    def _vacate_slots(self, slots: torch.Tensor) -> None:
+        """Empties BF16 slots int64 ``[n]``, which no page may have any more.
+
+        Pinned pages get other slots, those of windows too if nobody's window has them. The rest are quantized.
+        """
+        held, levels = self._held()
+        hardest = torch.zeros_like(self.slot_page).scatter_reduce_(0, held, levels, "amax")[slots]
+        order = torch.sort(hardest, descending=True, stable=True).indices
+        slots, hardest = slots[order], hardest[order]
+        pages = self.slot_page[slots]
+        pinned, soft = (pages > 0) & (hardest > self._soft_pages), (pages > 0) & (hardest > 0)
+        hard_slots = torch.where(levels > self._soft_pages, held, 0)
+        bonus = torch.stack([held, levels * SOFT_BONUS])
+        self.errors += self._assign(pages, pinned, hard_slots, bonus).sum()
+        self._assign(pages, soft & ~pinned, torch.cat([held, self.pool.page_slot[pages].long()]))
+        new = torch.where(soft, self.pool.page_slot[pages].clamp(min=0).long(), 0)
+        new = torch.where(new >= self.first_slot, new, 0)
+        for some in torch.arange(len(slots), device=slots.device).split(_COPIED_SLOTS):
+            self.pool.bf16_pages[:, new[some]] = self.pool.bf16_pages[:, slots[some]]
+        self.slot_stamp[new] = self.slot_stamp[slots]
+        lost = torch.where(new > 0, 0, pages)
+        self._quantize((lost > 0) & ~self.page_valid[lost], slots, lost)
+        self.page_valid.index_fill_(0, lost, True)
+        self.pool.page_slot.index_fill_(0, lost, -1)
+        self.pool.page_slot[0].fill_(0)
+        self.slot_page.index_fill_(0, slots, 0)
+        if self.sink_cache is not None:
+            first, tokens = (lost > 0) & self.page_first[lost], self.pool.bf16_pages[:, slots, :, :, 0]
+            self.sink_cache.keep(lost, first, tokens, self.pool.page_slot, self.steps)
+
+    def _move_pages(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Moves pages ``source`` int64 ``[n]`` with their records to free pages ``target``; 0 for none in both."""
+        pool = self.pool
+        for some in torch.arange(len(source), device=source.device).split(_COPIED_PAGES):
+            for store in pool.stores:
+                store.records[:, target[some]] = store.records[:, source[some]]
+        slots = pool.page_slot[source].long()
+        self.live_places.move(source, target)
+        self.page_valid[target] = self.page_valid[source]
+        pool.page_slot[target] = slots.int()
+        self.slot_page[slots.clamp(min=0)] = target
+        # Pages that nothing had moved from or to share page 0 here.
+        pool.page_slot.index_fill_(0, source, -1)
+        pool.page_slot[0].fill_(0)
+        self.slot_page[0].fill_(0)
+        self.page_valid.index_fill_(0, source, False)
+        if self.sink_cache is not None:
+            self.sink_cache.move(source, target)
+            self.page_first[target] = self.page_first[source]
+            self.page_first.index_fill_(0, source, False)
+
     # -- copies to and from host memory ----------------------------------------------------------
 
     def before_backup(self, pages: torch.Tensor) -> None:
@@ -522,7 +642,8 @@ class TierManager:
     def _pages_at(self, rows: torch.Tensor, index: torch.Tensor, exists: torch.Tensor) -> torch.Tensor:
         """Returns page ids of the rows' page indices ``[n, m]``, 0 where they do not exist."""
         token = torch.where(exists, index * P, 0)
-        return torch.where(exists, self.pool.req_to_token[rows[:, None], token].long() // P, 0)
+        ids = self.pool.req_to_token[rows[:, None], token].long() // P
+        return torch.where(exists, self.pool.places[ids].long(), 0)
 
     def _window(self, rows: torch.Tensor, lens: torch.Tensor, more: torch.Tensor | int = 0) -> Window:
         """Returns the window of rows ``[n]`` at ``lens`` tokens: page index, exists, page id, each ``[n, window]``.
@@ -617,7 +738,7 @@ class TierManager:
         if held is not None:
             priority += torch.zeros_like(priority).scatter_reduce_(0, held[0], held[1], "amax")
         priority.index_fill_(0, pinned.clamp(min=0).long(), NEVER)
-        priority[0].fill_(NEVER)
+        priority[: self.first_slot].fill_(NEVER)
         # Admission sizes guarantee a BF16 copy, so a page without one is an error.
         slots, given = hand_out(priority, need)
         old = torch.where(given, self.slot_page[slots], 0)

@@ -48,6 +48,10 @@ class TritonTierManager(TierManager):
             page_valid=self.page_valid.view(torch.uint8),
             slot_page=self.slot_page,
             slot_stamp=self.slot_stamp,
+            places=pool.places,
+            page_id=none.int() if self.places is None else self.places.ids,
+            free_pages=none.int() if self.places is None else self.places.stack,
+            free_count=none if self.places is None else self.places.count,
             row_len=self.row_len,
             row_sink_end=pool.row_sink_end,
             row_history_end=pool.row_history_end,
@@ -87,6 +91,7 @@ class TritonTierManager(TierManager):
             written_tokens=self.written,
             sink_bonus=SINK_BONUS,
             keeps_sink_tokens=sink_cache is not None,
+            shares_memory=self.places is not None,
         )
         if pool.device.type == "cuda":
             self._compile()
@@ -105,16 +110,17 @@ class TritonTierManager(TierManager):
         prefix_lens: torch.Tensor | None,
         seq_lens: torch.Tensor,
         max_len: int,
-        direct_pages: torch.Tensor | None,
+        direct_ids: torch.Tensor | None,
         count: int = 1,
-    ) -> None:
+    ) -> torch.Tensor | None:
         self.apply_pending()
         self.steps += 1
+        direct_pages = self._pages_of(direct_ids)
         tables, found = self.tables, self.tables.arguments
         restored = None
         if self.sink_cache is not None and prefix_lens is not None:
             restored = torch.empty(len(rows), dtype=torch.int32, device=rows.device)
-        give_bf16_pages(tables, rows, prefix_lens, seq_lens, direct_pages, self.steps, count, restored)
+        give_bf16_pages(tables, rows, prefix_lens, seq_lens, direct_pages, self.steps, self.first_slot, count, restored)
         set_ranges(tables, rows, prefix_lens, seq_lens, max_len, self.steps)
         # Pages whose BF16 copies were just given away are still in them: the batch writes later.
         self.quantize_slots(found.slots, found.pages, found.count)
@@ -123,6 +129,7 @@ class TritonTierManager(TierManager):
             keep_sink_tokens(*lost, self.pool.bf16_pages, self.sink_cache.tokens)
         if self.restore_pages is not None and restored is not None and max_len >= PAGE_SIZE:
             self.restore_pages(restored)
+        return direct_pages
 
     def apply_pending(self) -> None:
         self._apply_reset()
@@ -142,5 +149,5 @@ def move_tokens(pool: PagePool, source_pages: torch.Tensor, target_pages: torch.
     check_fold(pool, source_pages, target_pages, tokens)
     tokens = tokens.contiguous()
     for store in pool.stores:
-        record = record_of(store.format)
+        record = record_of(store.format, pool.page_stride)
         fold_pages(store.records, record, store.layer_ids, source_pages, target_pages, tokens, pool.head_dim)

@@ -150,7 +150,7 @@ class Planner:
         row = self._method_row(config, geometry)
         if self.wish is None or row.serves or self._is_hopeless(self.wish, geometry):
             return row
-        for percent in sorted(BUDGETS, key=lambda percent: abs(percent / 100 - config.bf16_budget)):
+        for percent in sorted(BUDGETS, key=lambda percent: abs(percent / 100 - config.bf16_share)):
             try:
                 other = self._method_row(replace(config, bf16_budget=percent / 100), geometry)
             except KVQuantError:  # too small for one request's window
@@ -204,7 +204,7 @@ class Planner:
             config.method,
             16 * geometry.page_bytes / geometry.slot_bytes,
             config.bits,
-            config.bf16_budget,
+            config.bf16_share,
             held.tokens,
             held.requests,
             geometry.page_bytes / geometry.slot_bytes,

@@ -7,7 +7,7 @@ from collections.abc import Mapping, MutableMapping
 from dataclasses import MISSING, fields
 from typing import Any
 
-from sglang_kvq.config import KVQuantConfig
+from sglang_kvq.config import DEFAULT_BUDGET, KVQuantConfig
 from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.methods import METHOD_NAMES, Method, get_method
@@ -91,7 +91,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         type=int,
         metavar="TOKENS",
         help="Recent tokens that every running request keeps in BF16 when BF16 pages run short; a multiple of "
-        f"{PAGE_SIZE}. With fewer, more requests run at once. Default: all.",
+        f"{PAGE_SIZE}. With fewer, more requests run at once. Default: 0 where BF16 pages and records share the "
+        "memory, else all.",
     )
     add(
         "--kv-quant-prefill-window",
@@ -122,7 +123,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--kv-quant-bf16-budget",
         type=float,
         metavar="SHARE",
-        help="Share of the KV memory for BF16 pages; it bounds the running requests. Default: %(default)s.",
+        help="Share of the KV memory for BF16 pages, which then bounds the running requests. Default: BF16 pages and "
+        f"records share the memory as they need it, or {DEFAULT_BUDGET} where a server cannot.",
     )
     episodic_flags.add_flags(parser)
 

@@ -61,14 +61,10 @@ class TierMetrics:
             layout.bf16_tokens
         )
         self.page_bytes = layout.geometry.page_bytes, layout.geometry.slot_bytes
-        for size, tokens, pages, page_bytes in zip(
-            per_tier("pool_bytes", "Bytes of a tier of the KV cache."),
-            per_tier("pool_tokens", "Tokens that a tier of the KV cache can hold."),
-            (layout.pages, layout.slots),
-            self.page_bytes,
-        ):
-            size.set(pages * page_bytes)
-            tokens.set(pages * PAGE_SIZE)
+        self.pool_bytes = per_tier("pool_bytes", "Bytes of a tier of the KV cache.")
+        self.pool_tokens = per_tier("pool_tokens", "Tokens that a tier of the KV cache can hold.")
+        self.split = state.split
+        self._publish_sizes()
         self.held_tokens = per_tier("held_tokens", "Tokens of the pages that a tier holds; a page may be in both.")
         self.held_bytes = per_tier("held_bytes", "Bytes of the pages that a tier holds.")
         lost = gauge("lost_window_pages", "Window pages of running requests that are read in few bits, not in BF16.")
@@ -87,6 +83,14 @@ class TierMetrics:
         self.counts = LateCopy(tiers.count, tiers.pool.device)
         self.counts.ask()
 
+    def _publish_sizes(self) -> None:
+        """The tiers' sizes, which change where they share a memory."""
+        layout = self.layout if self.split is None else self.split
+        pages = (layout.pages, layout.slots)
+        for size, tokens, count, page_bytes in zip(self.pool_bytes, self.pool_tokens, pages, self.page_bytes):
+            size.set(count * page_bytes)
+            tokens.set(count * PAGE_SIZE)
+
     def report(self, *, running: int, queued: int) -> None:
         """Publishes the latest counts that have arrived, and asks for the next.
 
@@ -94,6 +98,8 @@ class TierMetrics:
             running, queued: requests.
         """
         self.held_back.set(queued if running >= self.layout.max_requests else 0)
+        if self.split is not None:
+            self._publish_sizes()
         if self.host is not None and self.damaged is not None:
             now = self.host.damaged_pages
             self.damaged.inc(now - self.damaged_before)

@@ -62,7 +62,8 @@ def fixed_state(state: runtime.Runtime) -> dict[str, Any]:
         "memory_bytes": layout.total_bytes,
         "token_bytes": layout.geometry.page_bytes / PAGE_SIZE,
         "bf16_token_bytes": layout.geometry.slot_bytes / PAGE_SIZE,
-        "bf16_pages": layout.slots,
+        "bf16_pages": layout.slots if layout.arena is None else None,
+        "shared_memory": layout.arena is not None,
         "max_running_requests": layout.max_requests,
         "requests_with_whole_windows": layout.whole_windows,
         "hooks": plugin.hook_counts(),
@@ -77,6 +78,8 @@ def live_state() -> dict[str, Any]:
         "bf16_tokens": counts.slots_used * PAGE_SIZE,
         "quantized_tokens": counts.pages_quantized * PAGE_SIZE,
     }
-    host = runtime.started().host
+    state = runtime.started()
+    host = state.host
+    split = {} if state.split is None else {"room": {"pages": state.split.pages, "bf16_pages": state.split.slots}}
     damaged = {} if host is None else {"damaged_pages": host.damaged_pages}
-    return {"tiers": held, "errors": counts.errors, **damaged}
+    return {"tiers": held, "errors": counts.errors, **split, **damaged}

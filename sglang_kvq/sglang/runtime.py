@@ -13,6 +13,7 @@ from sglang_kvq.attention.scores.scoring import KeyScores
 from sglang_kvq.cache.layout import KVGeometry, MemoryLayout
 from sglang_kvq.cache.memory.windows import WindowNeed
 from sglang_kvq.cache.pool import PagePool
+from sglang_kvq.cache.split import Split, WindowSlots
 from sglang_kvq.cache.tiers import TierManager
 from sglang_kvq.config import KVQuantConfig
 from sglang_kvq.sessions.messages import Fold
@@ -117,7 +118,9 @@ class Runtime:
 
     Attributes:
         layer_ids: the model's numbers of the layers in the cache, in its order; others keep their state elsewhere.
-        budget_slots: BF16 pages that ``--kv-quant-bf16-budget`` pays for.
+        split: the boundary in a shared memory; None otherwise.
+        budget_slots: BF16 pages that ``--kv-quant-bf16-budget`` pays for, in a memory that is divided once.
+        shared: what requests take of a memory that records and BF16 pages share, of ``budget_bytes``; None otherwise.
         tiers: None until the attention backend exists.
         status: what is served, in plain values, for the log and ``/server_info``.
         windows: None where every layer sees all tokens.
@@ -135,9 +138,12 @@ class Runtime:
     geometry: KVGeometry
     layer_ids: tuple[int, ...]
     budget_slots: int = 0
+    shared: WindowSlots | None = None
+    budget_bytes: int = 0
     layout: MemoryLayout = field(init=False)
     pages: PagePool = field(init=False)
     allocator: Checkable = field(init=False)
+    split: Split | None = None
     tiers: TierManager | None = None
     windows: WindowLayers | None = None
     host: HostPages | None = None

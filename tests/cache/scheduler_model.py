@@ -9,6 +9,9 @@ scheduler does in between (publish, repoint, free, retract, evict, flush) must n
 With drafts, the device knows how many of a batch in flight are accepted, the scheduler only when it has landed; so
 pages are allocated for as many as there may be, and what is published is what the scheduler knows.
 
+With one memory for pages and BF16 pages (``shared``), ids are no pages, and the scheduler divides the memory
+(``cache.split``).
+
 With host memory (``add_host``), pages are backed up and loaded by copies that happen late (``host_model``).
 """
 
@@ -16,15 +19,17 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from sglang_kvq.attention.base import LayerRotations
 from sglang_kvq.attention.planning.new_tokens import split_new_tokens
 from sglang_kvq.attention.reference import ReferenceOps
+from sglang_kvq.cache.arena import Arena, padded
 from sglang_kvq.cache.integrity import check_integrity
 from sglang_kvq.cache.pool import PagePool
+from sglang_kvq.cache.split import Split, WindowSlots
 from sglang_kvq.cache.tiers import TierManager
 from sglang_kvq.constants import PAGE_SIZE as P
 from sglang_kvq.formats.page import PageFormat
@@ -116,10 +121,22 @@ class Model:
     written: int = 1  # tokens that a step writes
     shortened: int = 0  # reads of requests that had lost recent pages
     host: Host | None = None
+    shared: WindowSlots | None = None  # BF16 pages that requests want and need, in one memory of ``slots`` BF16 pages
+    split: Split | None = None
+    wanders: random.Random | None = None  # the boundary goes wherever it may, not only where it should
+    moved: int = 0  # times that the boundary moved
 
     def __post_init__(self) -> None:
+        arena = None
+        if self.shared:
+            page_bytes = padded(self.format.record_bytes)
+            arena = Arena(page_bytes, 4 * P * 64, self.slots, 10**9)
+            self.pages = arena.pages_beside(self.shared.needed(1))
+            arena = replace(arena, pages=self.pages)
+            self.split = Split(arena, self.shared)
         r2t = torch.zeros(self.rows + 1, (self.pages + 2) * P, dtype=torch.int32)
-        self.pool = PagePool.allocate([self.format], kv_heads=1, pages=self.pages, slots=self.slots, req_to_token=r2t)
+        sizes = {"pages": self.pages, "slots": self.slots, "arena": arena}
+        self.pool = PagePool.allocate([self.format], kv_heads=1, req_to_token=r2t, **sizes)
         self.pool.bf16_pages.fill_(float("nan"))
         self.ops = ReferenceOps(self.pool, LayerRotations())
         operations = (self.ops.quantize_slots, self.ops.restore_pages)
@@ -162,11 +179,40 @@ class Model:
     def take_pages(self, count: int) -> list[int] | None:
         if count > len(self.free):
             self.evict(count - len(self.free))
+        if self.split and not self.divide(count):
+            return None
         if count > len(self.free):
             return None
         taken, self.free = self.free[:count], self.free[count:]
         self.happen()
+        if self.split:
+            self.tiers.pending.allocate_pages(torch.tensor(taken, dtype=torch.int64))
         return taken
+
+    def divide(self, count: int) -> bool:
+        """The memory, for so many more pages; False if there is no room for both."""
+        used, rows, before = self.pages - len(self.free), len(self.running), self.split.first_slot
+        self.evict(self.split.excess(used + count, rows))
+        used = self.pages - len(self.free)
+        if not self.split.fit(used + count, rows):
+            return False
+        if self.wanders:
+            room = (self.shared.needed(rows), self.split.arena.slots_beside(used + count))
+            self.split.first_slot = self.split.arena.slots + 1 - self.wanders.randint(*room)
+        if self.split.first_slot != before:
+            self.moved += 1
+            self.tiers.pending.move_boundary(self.split.first_slot)
+        return True
+
+    def room(self) -> int:
+        """Pages that may still be taken, if nothing is evicted."""
+        if self.split is None:
+            return len(self.free)
+        return self.split.room(len(self.running)) - (self.pages - len(self.free))
+
+    def place(self, page: int) -> int:
+        """Where the tables have an id's page, as far as events are applied."""
+        return int(self.pool.places[page])
 
     def row_pages(self, request: Request, upto: int) -> list[int]:
         """As the scheduler knows them."""
@@ -291,7 +337,7 @@ class Model:
         seq = torch.tensor([p + n for p, n in zip(prefix, new)])
         longest = max(p + (n == 1) for p, n in zip(prefix, new))
         loads = self.before_plan()
-        self.tiers.plan_extend(rows, torch.tensor(prefix), seq, longest, loc[direct] // P)
+        direct_pages = self.tiers.plan_extend(rows, torch.tensor(prefix), seq, longest, loc[direct] // P)
         self.check_sink_tokens([request for request, _ in requests])
         for (request, n), p in zip(requests, prefix):
             self.check_reach(request.row, p + (n == 1), self.prefill_pages if n > 1 else 0)
@@ -305,7 +351,7 @@ class Model:
             for check in reads:
                 check()
             self.ops.store_tokens(0, loc[bf16_page], k[bf16_page], v[bf16_page])
-            self.ops.quantize_tokens(0, direct, loc[direct] // P, k, v)
+            self.ops.quantize_tokens(0, direct, direct_pages, k, v)
 
         return self.fly(layers)
 
@@ -474,7 +520,7 @@ class Model:
         want = want.permute(1, 0, 2)  # [2, length, 64]
         first = self.first_page(row)
         kept = self.tiers.sink_cache is not None and length > 0 and bool(self.pool.sink_cache.kept(first))
-        lost = not self.is_first(request.tokens) or int(first) in self.lost
+        lost = not self.is_first(request.tokens) or int(first) in {self.place(page) for page in self.lost}
 
         def check() -> None:
             sink_end, history_end = int(self.pool.row_sink_end[row]), int(self.pool.row_history_end[row])
@@ -534,8 +580,8 @@ class Model:
         for request in requests:
             self.begun[self.row_pages(request, 1)[0]] = self.is_first(request.tokens)
         slots, entries = self.pool.page_slot.tolist(), sink_cache.entry.tolist()
-        idle = {page for page in self.begun if slots[page] < 0}
-        kept = {page for page in idle if entries[page] > 0}
+        idle = {page for page in self.begun if slots[self.place(page)] < 0}
+        kept = {page for page in idle if entries[self.place(page)] > 0}
         unkept = {page for page in idle - kept if self.begun[page]}
         wanted = kept | (unkept - self.lost) | (self.idle & self.begun.keys())
         for page in unkept - self.lost:

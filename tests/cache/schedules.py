@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
+from sglang_kvq.cache.split import WindowSlots
 from sglang_kvq.constants import PAGE_SIZE as P
 from tests.cache.scheduler_model import Model, Request
 
@@ -19,6 +20,17 @@ def random_model(rng: random.Random, overlap: bool = True, **more) -> Model:
     slots = rows * (sinks + recent + 2) + rng.randint(0, 6)
     more.setdefault("prefill_pages", rng.choice([0, 1, 4, 20]))
     return Model(rng.randint(30, 60), slots, rows, sinks, recent, overlap=overlap, **more)
+
+
+def shared_model(rng: random.Random, **more) -> Model:
+    """One memory, of which the pages of a few requests leave little for BF16 pages, or the other way round."""
+    rows, recent = more.pop("rows", rng.randint(2, 5)), more.pop("recent", rng.randint(1, 4))
+    sinks, kept = more.pop("sinks", rng.randint(0, 2)), more.pop("kept", rng.randint(0, recent))
+    # A batch writes the windows of some requests, each of which may resume in the middle of a page.
+    windows = WindowSlots(sinks + recent + 1, sinks + kept + 1, more.pop("batch", 3) * (recent - kept + 1))
+    slots = windows.needed(rows) + more.pop("room", rng.randint(3, 12))
+    more = {"kept_pages": kept, "prefill_pages": rng.choice([0, 1, 4]), "shared": windows, **more}
+    return Model(0, slots, rows, sinks, recent, wanders=rng if rng.random() < 0.8 else None, **more)
 
 
 def soft_model(rng: random.Random, drafts: int = 1, **more) -> Model:
@@ -172,8 +184,8 @@ class Driver:
 
     def decode(self, padding: int) -> None:
         model, rng = self.model, self.rng
-        self.evict(self.pages_wanted() - len(model.free))
-        while self.pages_wanted() > len(model.free):
+        self.evict(self.pages_wanted() - model.room())
+        while self.pages_wanted() > model.room():
             self.leave(self.decoding[-1], publish=False)
         if not self.decoding:
             return

@@ -9,7 +9,7 @@ import torch
 
 from sglang_kvq.cache import sink_token_cache
 from tests.cache.scheduler_model import PLANES, Model
-from tests.cache.schedules import OVERLAP, Driver, converse, crowd, random_model, soft_model
+from tests.cache.schedules import OVERLAP, Driver, converse, crowd, random_model, shared_model, soft_model
 from tests.pairs import each, few
 
 
@@ -33,6 +33,30 @@ def test_random_schedules_of_soft_windows(drafts, overlap):
         crowd(model, rng, 5, drafts)
         shortened += model.shortened
     assert shortened > 20
+
+
+@each(seed=few(range(8), 3), overlap=OVERLAP)
+def test_random_schedules_of_a_shared_memory(seed, overlap):
+    """Whatever the boundary moves past, batches read what was written."""
+    rng = random.Random(600 + seed)
+    driver = Driver(shared_model(rng, overlap=overlap), rng)
+    driver.run(160)
+    driver.finish()
+    assert (driver.model.moved > 9 or not driver.model.wanders) and driver.model.copied and driver.model.folded
+
+
+@each(kind=["first tokens", "crowd"], overlap=OVERLAP)
+def test_a_shared_memory_keeps_first_tokens_and_shrinks_windows(kind, overlap):
+    rng = random.Random(700)
+    if kind == "crowd":
+        model = shared_model(rng, overlap=overlap, look_every=8, rows=5, recent=4, kept=0, batch=1, room=1)
+        crowd(model, rng, 8)
+        assert model.shortened > 5
+    else:
+        model = shared_model(rng, overlap=overlap, format=PLANES, sinks=1)
+        converse(model, rng, 60)
+        assert model.restored > 5
+    assert model.moved > 5
 
 
 @pytest.mark.parametrize("seed", few(range(3), 1))

@@ -11,9 +11,11 @@ from benchmarks.kernel_bench import oracle
 from sglang_kvq.attention.base import ExtendBatch, LayerRotations
 from sglang_kvq.attention.reference import ReferenceOps
 from sglang_kvq.attention.triton_ops import TritonOps
+from sglang_kvq.cache.arena import Arena, padded
 from sglang_kvq.cache.pool import PagePool
 from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.formats.page import PageFormat
+from sglang_kvq.formats.record import RecordFormat
 from tests import pairs
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -143,7 +145,8 @@ def make_scene(
     sink: int = 64,
     recent: int = 128,
     margin: int = 2,
-    formats: Sequence[PageFormat] | None = None,
+    formats: Sequence[RecordFormat] | None = None,
+    shared: bool = False,
 ) -> Scene:
     """Requests of the given lengths (0: a padding row) on shuffled pages; ``margin`` pages to spare.
 
@@ -151,18 +154,32 @@ def make_scene(
 
     Every request's pages but its sinks and its window (last ``recent`` tokens, whole pages, and the page
     being filled) are records. Whatever no request owns is poisoned with NaN.
+
+    shared: records and BF16 pages share one memory, and page ids are no pages.
     """
     counts = [-(-length // PAGE_SIZE) for length in lengths]
     pages, slots = sum(counts) + margin, sum(counts) + margin
     table = torch.zeros(len(lengths) + 1, (max(counts) + margin) * PAGE_SIZE, dtype=torch.int32, device=DEVICE)
     formats = formats or [heads.format] * LAYERS
-    pool = PagePool.allocate(formats, kv_heads=heads.kv, pages=pages, slots=slots, req_to_token=table)
+    arena, first_slot = None, 1
+    if shared:
+        page_bytes = padded(heads.kv * sum(format.record_bytes for format in formats))
+        slot_bytes = len(formats) * heads.kv * 2 * PAGE_SIZE * heads.head_dim * 2
+        first_slot = Arena(page_bytes, slot_bytes, 0, pages).first_slot(pages)
+        slots += first_slot - 1
+        arena = Arena(page_bytes, slot_bytes, slots, pages)
+    sizes = {"pages": pages, "slots": slots, "arena": arena}
+    pool = PagePool.allocate(formats, kv_heads=heads.kv, req_to_token=table, **sizes)
     pool.bf16_pages.fill_(float("nan"))
     pool.bf16_pages[:, 0] = 0  # padding reads it
     for records in pool.records:
         records.fill_(0xFF)
     free_pages = (torch.randperm(pages) + 1).tolist()
-    free_slots = (torch.randperm(slots) + 1).tolist()
+    free_slots = (torch.randperm(slots - first_slot + 1) + first_slot).tolist()
+    ids = torch.arange(pages + 1)
+    if shared:
+        ids[1:] = torch.randperm(pages) + 1
+        pool.places[ids] = torch.arange(pages + 1, dtype=torch.int32, device=DEVICE)
     offsets = torch.arange(PAGE_SIZE, device=DEVICE)
     rows = []
     for row, (length, count) in enumerate(zip(lengths, counts), start=1):
@@ -172,7 +189,7 @@ def make_scene(
         pool.row_sink_end[row], pool.row_history_end[row] = sink_end, history_end
         for index in range(count):
             page, start = free_pages.pop(), index * PAGE_SIZE
-            table[row, start : start + PAGE_SIZE] = page * PAGE_SIZE + offsets
+            table[row, start : start + PAGE_SIZE] = int(ids[page]) * PAGE_SIZE + offsets
             content = randn(len(formats), 2, heads.kv, PAGE_SIZE, heads.head_dim)
             content[:, 1] += 0.5  # values with a mean, so that outputs are not all near zero
             if sink_end <= start < history_end:

@@ -5,7 +5,7 @@ import torch
 
 from sglang_kvq.attention.base import LayerRotations
 from sglang_kvq.constants import PAGE_SIZE
-from sglang_kvq.kernels.quantize.rotate import rotate, split_rotation
+from sglang_kvq.kernels.quantize.rotate import Store, rotate, split_rotation
 from tests.kernels.scene import (
     DEVICE,
     HEADS,
@@ -65,7 +65,7 @@ def test_the_mean_is_taken_off_before_the_one_rounding(stored, shared):
     # Slots of both pages, whatever the scene made of them.
     scene.pool.page_slot[loc[::PAGE_SIZE] // PAGE_SIZE] = torch.tensor([1, 2], dtype=torch.int32, device=DEVICE)
     bf16_pages = scene.pool.bf16_pages[1]
-    store = (bf16_pages, scene.pool.page_slot, loc) if stored else None
+    store = Store(bf16_pages, bf16_pages.stride(0), scene.pool.places, scene.pool.page_slot, loc) if stored else None
     plain = rotate(x, matrices)
     q, k, v = rotate(x, matrices, store, mean=mean)
     if stored:

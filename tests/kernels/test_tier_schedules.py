@@ -14,7 +14,7 @@ from sglang_kvq.formats.record import RecordFormat
 from sglang_kvq.kernels.quantize import keep_sink_tokens
 from sglang_kvq.kernels.tiers import bf16_pages, events, ranges
 from tests.cache.scheduler_model import PLANES, Model
-from tests.cache.schedules import Driver, Returning, converse, crowd
+from tests.cache.schedules import Driver, Returning, converse, crowd, shared_model
 from tests.kernels.tier_twins import TwinTierManager
 from tests.pairs import each, few
 
@@ -62,6 +62,17 @@ def test_random_schedules_of_soft_windows(drafts, monkeypatch):
     model = Model(48, slots, 3, 1, 4, TwinTierManager, **more)
     crowd(model, random.Random(1), 2, drafts)
     assert model.tiers.plans > 10 and model.shortened
+
+
+@each(seed=few(range(3), 2))
+def test_random_schedules_of_a_shared_memory(seed, monkeypatch):
+    use_blocks(monkeypatch, 32, 4)
+    rng = random.Random(620 + seed)
+    model = shared_model(rng, manager=TwinTierManager, overlap=True)
+    driver = Driver(model, rng)
+    driver.run(60)
+    driver.finish()
+    assert model.tiers.plans > 15 and model.tiers.quantized > 5 and model.moved > 5
 
 
 @pytest.mark.parametrize("pages", few([3, 1, 40], 1))

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from sglang_kvq.cache.pending import Fill
+from sglang_kvq.cache.pending import Fill, MovedBoundary
 from sglang_kvq.cache.pool import PagePool
 from sglang_kvq.cache.sink_token_cache import SinkTokenCache
 from sglang_kvq.cache.tiers import QuantizeSlots, RestorePages, TierManager
@@ -38,6 +38,10 @@ def tables(tiers: TierManager) -> dict[str, torch.Tensor]:
             "sink_cache": pool.sink_cache.tokens[:, kept > 0],
         }
         state |= {"first_stamp": pool.sink_cache.stamp[kept > 0], "page_first": tiers.page_first[1:]}
+    if tiers.places is not None:
+        places = tiers.places
+        state |= {"places": pool.places, "ids": places.ids[1:], "free_count": places.count}
+        state |= {"free_pages": places.stack[: int(places.count)]}
     return {name: tensor.cpu() for name, tensor in state.items()}
 
 
@@ -86,7 +90,7 @@ class TwinTierManager(TierManager):
         restore = (lambda pages: to_restore.extend(pages.tolist())) if keeps else None
         more = (prefill_pages, kept_pages, written)
         super().__init__(pool, sink_pages, recent_pages, lambda *x: wanted.extend(pairs(*x)), restore, *more)
-        names = ("bf16_pages", "req_to_token", "row_pages", "page_slot", "row_sink_end", "row_history_end")
+        names = ("bf16_pages", "places", "req_to_token", "row_pages", "page_slot", "row_sink_end", "row_history_end")
         own = {name: getattr(pool, name).to(DEVICE, copy=True) for name in names}
         stores = tuple(
             replace(x, layer_ids=x.layer_ids.to(DEVICE), records=x.records.to(DEVICE, copy=True)) for x in pool.stores
@@ -94,6 +98,11 @@ class TwinTierManager(TierManager):
         if pool.sink_cache is not None:
             own["sink_cache"] = SinkTokenCache(*(x.to(DEVICE, copy=True) for x in vars(pool.sink_cache).values()))
         theirs = replace(pool, stores=stores, **own)
+        if pool.arena is not None:  # one memory there too
+            sizes = {"pages": pool.pages, "slots": pool.slots, "arena": pool.arena}
+            table = own["req_to_token"]
+            theirs = PagePool.allocate(pool.formats, kv_heads=pool.kv_heads, req_to_token=table, **sizes)
+            stores = theirs.stores
         restore = (lambda pages: restored.extend(pages.tolist())) if keeps else None
         self.kernels = TritonTierManager(theirs, sink_pages, recent_pages, quantize, restore, *more)
         self.wanted, self.got = wanted, got
@@ -105,7 +114,15 @@ class TwinTierManager(TierManager):
         assert_same(self.kernels, self)
 
     def apply_pending(self) -> None:
-        events = self.kernels.pending._events = list(self.pending._events)
+        """A boundary alone: what is quantized after it, by the kernels first, has moved in both."""
+        events = self.pending._events
+        if len(events) > 1 and any(isinstance(event, MovedBoundary) for event in events):
+            at = next(i for i, event in enumerate(events) if isinstance(event, MovedBoundary))
+            for some in (events[:at], events[at : at + 1], events[at + 1 :]):
+                self.pending._events = some
+                self.apply_pending()
+            return
+        events = self.kernels.pending._events = list(events)
         fills = sum(isinstance(event, Fill) for event in events)
         if fills:  # from the same records, each in its own
             for own, ours in zip(self.kernels.pool.stores, self.pool.stores):
@@ -117,7 +134,9 @@ class TwinTierManager(TierManager):
         assert_same(self.kernels, self)
         if fills:
             for own, ours in zip(self.kernels.pool.stores, self.pool.stores):
-                assert torch.equal(own.records.cpu(), ours.records), "records of pages that were filled"
+                # Records of other pages share their memory with BF16 pages, here but not there.
+                of = slice(None) if self.places is None else self.page_valid.nonzero().flatten()
+                assert torch.equal(own.records.cpu()[:, of], ours.records[:, of]), "records of pages that were filled"
         self.filled += fills
 
     def before_backup(self, pages: torch.Tensor) -> None:
@@ -130,15 +149,16 @@ class TwinTierManager(TierManager):
         self.kernels.before_load(pages.to(DEVICE))
         assert_same(self.kernels, self)
 
-    def _plan(self, rows, prefix_lens, seq_lens, max_len, direct_pages, count=1) -> None:
+    def _plan(self, rows, prefix_lens, seq_lens, max_len, direct_ids, count=1) -> torch.Tensor | None:
         for found in (self.wanted, self.got, self.to_restore, self.restored_there):
             found.clear()
-        super()._plan(rows, prefix_lens, seq_lens, max_len, direct_pages, count)
+        direct_pages = super()._plan(rows, prefix_lens, seq_lens, max_len, direct_ids, count)
         self.kernels.pool.req_to_token.copy_(self.pool.req_to_token)
-        rows, prefix_lens, seq_lens, direct_pages = (
-            x if x is None else x.to(DEVICE) for x in (rows, prefix_lens, seq_lens, direct_pages)
+        rows, prefix_lens, seq_lens, direct_ids = (
+            x if x is None else x.to(DEVICE) for x in (rows, prefix_lens, seq_lens, direct_ids)
         )
-        self.kernels._plan(rows, prefix_lens, seq_lens, max_len, direct_pages, count)
+        found = self.kernels._plan(rows, prefix_lens, seq_lens, max_len, direct_ids, count)
+        assert direct_pages is None or torch.equal(found.cpu(), direct_pages)
         assert_same(self.kernels, self)
         assert sorted(self.got) == sorted(self.wanted)
         assert self.to_restore == self.restored_there
@@ -146,3 +166,4 @@ class TwinTierManager(TierManager):
             self._restore(torch.tensor(self.to_restore))
             self.restored += sum(page > 0 for page in self.to_restore)
         self.plans += 1
+        return direct_pages

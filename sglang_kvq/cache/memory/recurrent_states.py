@@ -67,7 +67,7 @@ def needs_of(
         token_bytes=geometry.page_bytes // PAGE_SIZE + draft_bytes,
         bf16_token_bytes=geometry.slot_bytes // PAGE_SIZE + draft_bytes,
         window_bytes=config.pinned_slots(max(drafts, 1)) * geometry.slot_bytes,
-        bf16_budget=config.bf16_budget,
+        bf16_budget=config.bf16_share,
         context=context,
         drafts=drafts,
     )

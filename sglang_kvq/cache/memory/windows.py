@@ -135,7 +135,7 @@ def share_windows(
     split = split_windows(
         budget_bytes,
         geometry,
-        bf16_budget=config.bf16_budget,
+        bf16_budget=config.bf16_share,
         window_bytes=window_bytes,
         other_bytes=geometry.draft_page_bytes // PAGE_SIZE,
         wanted=need.tokens(running),

@@ -338,7 +338,19 @@ def _decode(
             bf16_pages = stored.bf16_pages
             hidden = _hidden(seen, seen_row, item.request, chunk, SHAPE, DRAFTS, OF_CHUNK)
             other = _bf16_page(
-                mine, item, table, bf16_pages, stored.page_slot, head, dims, inside, hidden, scale_log2, SHAPE, DRAFTS
+                mine,
+                item,
+                table,
+                bf16_pages,
+                stored.slot,
+                stored.page_slot,
+                head,
+                dims,
+                inside,
+                hidden,
+                scale_log2,
+                SHAPE,
+                DRAFTS,
             )
             state = _merged(state, other)
         if LETS_NEXT:
@@ -374,7 +386,7 @@ def _hidden(seen, row, request, chunk, SHAPE: tl.constexpr, DRAFTS: tl.constexpr
 
 @triton.jit
 def _bf16_page(
-    q, item, table, bf16_pages, page_slot, head, dims, in_dims, hidden, scale_log2,
+    q, item, table, bf16_pages, bf16_page_slot, page_slot, head, dims, in_dims, hidden, scale_log2,
     SHAPE: tl.constexpr, DRAFTS: tl.constexpr,
 ):  # fmt: skip
     """Attends to BF16 tiles of the item's pages outside the history; returns a state like ``history_general``."""
@@ -399,7 +411,7 @@ def _bf16_page(
         page = page_of(table, index)
         slot = tl.maximum(tl.load(page_slot + page), 0).to(tl.int64)
         live = index * PAGE + token < item.length
-        base = bf16_pages + (slot * (2 * KV_HEADS) + head) * (PAGE * D) + token[:, None] * D  # [TILE, 1]
+        base = bf16_pages + slot * bf16_page_slot + head * (PAGE * D) + token[:, None] * D  # [TILE, 1]
         k = tl.load(base + dim[None, :], mask=live[:, None] & (dim < D)[None, :], other=0.0)
         v = tl.load(
             base + KV_HEADS * PAGE * D + dims[None, :],

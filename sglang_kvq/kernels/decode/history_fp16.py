@@ -23,6 +23,7 @@ another stage of copies. With two stages a program waits for its latest copy, an
 import triton
 import triton.language as tl
 
+from sglang_kvq.kernels.device.codes import page_bytes
 from sglang_kvq.kernels.device.common import PAGE, page_of, quad_order
 from sglang_kvq.kernels.device.int8 import base_of, half_scales
 from sglang_kvq.kernels.device.softmax import NEVER, Softmax, first_columns
@@ -49,7 +50,7 @@ def history_half(
     TILE: tl.constexpr = PAGES * PAGE
     COLUMNS: tl.constexpr = columns_of(SHAPE)
     ROWS: tl.constexpr = SHAPE.VP
-    PAGE_BYTES: tl.constexpr = SHAPE.KV_HEADS * RECORD.bytes
+    PAGE_BYTES: tl.constexpr = page_bytes(RECORD, SHAPE.KV_HEADS)
 
     queries, q_sum, unit = _queries(q, SHAPE)
     unit = unit * scale_log2

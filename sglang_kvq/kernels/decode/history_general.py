@@ -13,6 +13,7 @@ where z = -middle s for codes without an offset. Centred keys add q mean, one nu
 import triton
 import triton.language as tl
 
+from sglang_kvq.kernels.device.codes import page_bytes
 from sglang_kvq.kernels.device.common import PAGE, page_of
 from sglang_kvq.kernels.device.int8 import (
     MAGIC_BITS,
@@ -56,7 +57,7 @@ def history_general(
     D: tl.constexpr = SHAPE.D
     HEADS: tl.constexpr = SHAPE.HEADS
     COLUMNS: tl.constexpr = 2 * HEADS
-    PAGE_BYTES: tl.constexpr = SHAPE.KV_HEADS * RECORD.bytes
+    PAGE_BYTES: tl.constexpr = page_bytes(RECORD, SHAPE.KV_HEADS)
     OWN: tl.constexpr = VALUES.group if VALUES.group < SHAPE.DIMS else SHAPE.DIMS  # dims of V that share a scale
     GROUPS: tl.constexpr = SHAPE.DIMS // OWN
     ROWS: tl.constexpr = SHAPE.VP if GROUPS == 1 else OWN

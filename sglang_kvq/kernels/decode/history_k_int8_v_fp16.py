@@ -28,6 +28,7 @@ from sglang_kvq.kernels.decode.history_fp16 import (
     power_of_two,
     token_planes,
 )
+from sglang_kvq.kernels.device.codes import page_bytes
 from sglang_kvq.kernels.device.common import PAGE, page_of
 from sglang_kvq.kernels.device.int8 import MAGIC, MAGIC_BITS, half_scales, join_halves, rounded_halves
 from sglang_kvq.kernels.device.softmax import NEVER, Softmax, first_columns, have_risen, raised
@@ -53,7 +54,7 @@ def history_half_int8(
     TILE: tl.constexpr = PAGES * PAGE
     COLUMNS: tl.constexpr = columns_of(SHAPE)
     ROWS: tl.constexpr = SHAPE.VP
-    PAGE_BYTES: tl.constexpr = SHAPE.KV_HEADS * RECORD.bytes
+    PAGE_BYTES: tl.constexpr = page_bytes(RECORD, SHAPE.KV_HEADS)
 
     queries, q_sum, unit = _queries(q, scale_log2, SHAPE, PLAIN)
     # Sums are MAGIC too large: ``int8.join_halves``, times the unit.

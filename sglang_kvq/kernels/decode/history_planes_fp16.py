@@ -32,6 +32,7 @@ from sglang_kvq.kernels.decode.history_fp16 import (
     subnormal,
 )
 from sglang_kvq.kernels.decode.key_planes_int8 import int8_products, int8_queries
+from sglang_kvq.kernels.device.codes import page_bytes
 from sglang_kvq.kernels.device.common import PAGE, page_of, quad_order
 from sglang_kvq.kernels.device.int8 import joined, stack, tokens_of_tile
 from sglang_kvq.kernels.device.plane_codes import (
@@ -73,7 +74,7 @@ def history_half_planes(
     VALUES: tl.constexpr = RECORD.v
     COLUMNS: tl.constexpr = columns_of(SHAPE)
     ROWS: tl.constexpr = SHAPE.VP // 4
-    PAGE_BYTES: tl.constexpr = SHAPE.KV_HEADS * RECORD.bytes
+    PAGE_BYTES: tl.constexpr = page_bytes(RECORD, SHAPE.KV_HEADS)
 
     if _has_int8_keys(SHAPE):
         queries, start, unit = int8_queries(q, scale_log2, KEYS, SHAPE)

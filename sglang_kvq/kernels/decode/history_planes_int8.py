@@ -12,6 +12,7 @@ without bits takes no product.
 import triton
 import triton.language as tl
 
+from sglang_kvq.kernels.device.codes import page_bytes
 from sglang_kvq.kernels.device.common import PAGE, page_of
 from sglang_kvq.kernels.device.int8 import (
     MAGIC_BITS,
@@ -56,7 +57,7 @@ def history_planes(
     HEADS: tl.constexpr = SHAPE.HEADS
     COLUMNS: tl.constexpr = 2 * HEADS
     ROWS: tl.constexpr = SHAPE.VP // 4
-    PAGE_BYTES: tl.constexpr = SHAPE.KV_HEADS * RECORD.bytes
+    PAGE_BYTES: tl.constexpr = page_bytes(RECORD, SHAPE.KV_HEADS)
 
     queries, start, unit = _queries(q, scale_log2, KEYS, SHAPE)
     second, _, token = tokens_of_tile()

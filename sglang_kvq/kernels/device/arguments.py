@@ -35,7 +35,7 @@ class Stored(NamedTuple):
 
     Attributes:
         records: uint8 ``[pages + 1, kv_heads, record.bytes]``.
-        bf16_pages: BF16 ``[slots + 1, 2, kv_heads, PAGE_SIZE, D]``.
+        bf16_pages: BF16 ``[slots + 1, 2, kv_heads, PAGE_SIZE, D]``; slot: elements from slot to slot.
         page_slot: int32 ``[pages + 1]``, -1 for a page without a BF16 copy.
         row_pages: int32 ``[rows, pages]``; pages_row: elements of its rows.
         row_sink_end, row_history_end: int32 ``[rows]``.
@@ -43,6 +43,7 @@ class Stored(NamedTuple):
 
     records: torch.Tensor
     bf16_pages: torch.Tensor
+    slot: int
     page_slot: torch.Tensor
     row_pages: torch.Tensor
     pages_row: int

@@ -71,11 +71,12 @@ class Codes:
 
 @dataclass(frozen=True, eq=False)  # one object per format, see record_of: launches find it by identity
 class Record:
-    """A record of ``bytes`` bytes."""
+    """A record of ``bytes`` bytes; ``page``: see ``page_bytes``."""
 
     k: Codes
     v: Codes
     bytes: int
+    page: int
 
 
 @dataclass(frozen=True)
@@ -100,31 +101,43 @@ class PlaneCodes:
 
 @dataclass(frozen=True, eq=False)
 class PlaneRecord:
-    """A record of ``formats.planes``, of ``bytes`` bytes."""
+    """A record of ``formats.planes``, of ``bytes`` bytes; ``page``: see ``page_bytes``."""
 
     k: PlaneCodes
     v: PlaneCodes
     bytes: int
+    page: int
 
 
 @cache
-def record_of(format: PageFormat | PlaneFormat) -> Record | PlaneRecord:
-    """Returns the constants of a format; the same object for formats that only clip differently."""
+def record_of(format: PageFormat | PlaneFormat, page: int = 0) -> Record | PlaneRecord:
+    """Returns the constants of a format; the same object for formats that only clip differently.
+
+    page: bytes from a page's records in a layer to the next page's; 0 if nothing lies between them.
+    """
     if isinstance(format, PlaneFormat):
         planes = format.parts
         return PlaneRecord(
             _plane_codes(format.k, format.head_dim, planes.k_cells, planes.k_gains),
             _plane_codes(format.v, format.head_dim, planes.v_cells, planes.v_gains),
             planes.end,
+            page,
         )
     if format.layout != format:
-        return record_of(format.layout)
+        return record_of(format.layout, page)
     at = format.parts
     return Record(
         _codes(format, format.k, at.k_low, at.k_high, at.k_scale, at.k_offset, at.k_mean),
         _codes(format, format.v, at.v_low, at.v_high, at.v_scale, at.v_offset, at.end),
         at.end,
+        page,
     )
+
+
+@triton.constexpr_function
+def page_bytes(record, kv_heads):
+    """Returns the bytes from a page's records in a layer to the next page's."""
+    return record.page or kv_heads * record.bytes
 
 
 def _plane_codes(code: PlaneCode, head_dim: int, first: int, gains: int) -> PlaneCodes:

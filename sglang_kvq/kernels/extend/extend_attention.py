@@ -305,7 +305,7 @@ def _extend(
     bf16_pages = stored.bf16_pages + head * (PAGE * SHAPE.D)
     dims = row_dims(v_first, RECORD, SHAPE)
     state = _whole_keys(
-        state, tile, token, pages, new, bf16_pages, stored.page_slot, dims, scale_log2, SHAPE, KEYS, ROWS
+        state, tile, token, pages, new, bf16_pages, stored.slot, stored.page_slot, dims, scale_log2, SHAPE, KEYS, ROWS
     )
     if SINKS:  # once for each row: the merge does it for a row in parts
         state = with_sink(state, tl.where(item.parts == 1, load_sink(sinks, q_head), float("-inf")))
@@ -346,7 +346,7 @@ def _store_result(out, partial, lse, state, item, token, q_head, dims, SHAPE: tl
 
 @triton.jit
 def _whole_keys(
-    state, tile, token, pages, new, bf16_pages, page_slot, dims, scale_log2,
+    state, tile, token, pages, new, bf16_pages, bf16_page_slot, page_slot, dims, scale_log2,
     SHAPE: tl.constexpr, KEYS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Adds BF16 keys and values: BF16 pages of the pages outside the history, then the units of new tokens.
@@ -362,22 +362,29 @@ def _whole_keys(
     stored = stored_pages * TILES
     # A page's slot is looked up two iterations ahead, its id three. Otherwise the compiler makes loads wait for their
     # dependencies.
-    slot = tl.maximum(tl.load(page_slot + _page_id(pages, 0, stored_pages)), 0)
+    slot = tl.maximum(tl.load(page_slot + _page_id(pages, 0, stored_pages)), 0).to(tl.int64)
     next_slot = tl.load(page_slot + _page_id(pages, 1 // TILES, stored_pages))
     page = _page_id(pages, 2 // TILES, stored_pages)
     for step in tl.range(0, stored + (new.last - new.first) * TILES):
-        keys, values, seen = _load_keys(step, stored_pages, slot, token, pages, new, bf16_pages, dims, SHAPE, KEYS)
+        keys, values, seen = _load_keys(
+            step, stored_pages, slot * bf16_page_slot, token, pages, new, bf16_pages, dims, SHAPE, KEYS
+        )
         state = attend(state, queries, keys, values, seen, scale_log2, ROWS, KEYS)
         state = settled(state)
-        slot = tl.maximum(next_slot, 0)
+        slot = tl.maximum(next_slot, 0).to(tl.int64)
         next_slot = tl.load(page_slot + page)
         page = _page_id(pages, (step + 3) // TILES, stored_pages)
     return state
 
 
 @triton.jit
-def _load_keys(step, stored_pages, slot, token, pages, new, bf16_pages, dims, SHAPE: tl.constexpr, KEYS: tl.constexpr):
-    """Loads an iteration's keys [KEYS, DP] and values [KEYS, VP]; also returns which rows see them, [ROWS, KEYS]."""
+def _load_keys(
+    step, stored_pages, bf16_page, token, pages, new, bf16_pages, dims, SHAPE: tl.constexpr, KEYS: tl.constexpr
+):
+    """Loads an iteration's keys [KEYS, DP] and values [KEYS, VP]; also returns which rows see them, [ROWS, KEYS].
+
+    bf16_page: int64, start of the iteration's BF16 page in ``bf16_pages``.
+    """
     TILES: tl.constexpr = PAGE // KEYS
     D: tl.constexpr = SHAPE.D
     HEADS_BYTES: tl.constexpr = SHAPE.KV_HEADS * PAGE * D
@@ -386,7 +393,7 @@ def _load_keys(step, stored_pages, slot, token, pages, new, bf16_pages, dims, SH
     index = pages.first + step // TILES
     index += tl.where(index < pages.history, 0, pages.history_end - pages.history)
     in_page = (step - step // TILES * TILES) * KEYS
-    bf16_page = bf16_pages + slot.to(tl.int64) * (2 * HEADS_BYTES) + in_page * D
+    bf16_page = bf16_pages + bf16_page + in_page * D
     key = tl.where(is_stored, index, new.first + step // TILES - stored_pages) * PAGE + in_page
     key_new = tl.where(is_stored, 0, key).to(tl.int64)
     k_base = tl.where(is_stored, bf16_page, new.k.data + key_new * new.k.token)

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from sglang_kvq.kernels.decode.decode_attention import is_two_bit
 from sglang_kvq.kernels.device.arguments import Stored, field_count, load_fields
-from sglang_kvq.kernels.device.codes import PlaneRecord, Record, level_of
+from sglang_kvq.kernels.device.codes import PlaneRecord, Record, level_of, page_bytes
 from sglang_kvq.kernels.device.common import PAGE, key_row, page_of, to_bf16
 from sglang_kvq.kernels.device.plane_codes import is_planes
 from sglang_kvq.kernels.device.shape import shape_of
@@ -79,11 +79,11 @@ def _gather(
     v += (first * kv_heads + head) * D
     token_stride = kv_heads * D
     if (start >= tl.load(stored.row_sink_end + row)) & (start < tl.load(stored.row_history_end + row)):
-        record = stored.records + (page * kv_heads + head) * RECORD.bytes
+        record = stored.records + page * page_bytes(RECORD, SHAPE.KV_HEADS) + head * RECORD.bytes
         read_record(k, v, read.count, kv_heads, record, RECORD, SHAPE, FAST, VALUES)
     else:
         slot = tl.maximum(tl.load(stored.page_slot + page), 0).to(tl.int64)
-        bf16_page = stored.bf16_pages + (slot * 2 * kv_heads + head) * (PAGE * D)
+        bf16_page = stored.bf16_pages + slot * stored.slot + head * (PAGE * D)
         _copy(k, read.count, token_stride, bf16_page, SHAPE)
         if VALUES:
             _copy(v, read.count, token_stride, bf16_page + kv_heads * (PAGE * D), SHAPE)

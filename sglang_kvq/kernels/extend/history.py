@@ -17,7 +17,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from sglang_kvq.kernels.device.codes import words_between
+from sglang_kvq.kernels.device.codes import page_bytes, words_between
 from sglang_kvq.kernels.device.common import INTERPRETED, PAGE, dot, key_row, page_of
 from sglang_kvq.kernels.device.softmax import Softmax, attend, no_keys, scores
 from sglang_kvq.kernels.extend.gather_pages import dequantize, key_scale, packed
@@ -61,7 +61,7 @@ def history_two_bits(
     records: the KV head's of page 0. One or two groups along D, whole planes of K's bytes each; acc are dims v_first ..
     v_first + DIMS. Queries are scaled to FP16; then pages.
     """
-    PAGE_BYTES: tl.constexpr = SHAPE.KV_HEADS * RECORD.bytes
+    PAGE_BYTES: tl.constexpr = page_bytes(RECORD, SHAPE.KV_HEADS)
     x = queries_by_plane(tile, SHAPE).to(tl.float32)
     peak = tl.maximum(tl.max(tl.max(tl.abs(x), 1), 0), 1e-30)
     unit = (peak.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)  # a power of two
@@ -149,7 +149,7 @@ def history_any(
     """Attends like ``history_two_bits``, for records of any format."""
     KEYS: tl.constexpr = RECORD.k
     VALUES: tl.constexpr = RECORD.v
-    PAGE_BYTES: tl.constexpr = SHAPE.KV_HEADS * RECORD.bytes
+    PAGE_BYTES: tl.constexpr = page_bytes(RECORD, SHAPE.KV_HEADS)
     QUARTER: tl.constexpr = PAGE // 4
     D: tl.constexpr = SHAPE.D
     D4: tl.constexpr = SHAPE.D4

@@ -24,6 +24,7 @@ import triton
 import triton.language as tl
 
 from sglang_kvq.formats.planes import GAIN_BIAS as _GAIN_BIAS
+from sglang_kvq.kernels.device.codes import page_bytes
 from sglang_kvq.kernels.device.common import PAGE, dot, key_row, page_of
 from sglang_kvq.kernels.device.fp16_pairs import twice
 from sglang_kvq.kernels.device.plane_codes import (
@@ -63,7 +64,7 @@ def history_planes(
     RECORD: tl.constexpr, SHAPE: tl.constexpr, ROWS: tl.constexpr, PLAIN: tl.constexpr,
 ):  # fmt: skip
     """Attends like ``history.history_two_bits``, for records of planes; columns of acc are ``plane_dims``."""
-    PAGE_BYTES: tl.constexpr = SHAPE.KV_HEADS * RECORD.bytes
+    PAGE_BYTES: tl.constexpr = page_bytes(RECORD, SHAPE.KV_HEADS)
     V_PLANES: tl.constexpr = tile_planes(RECORD.v)
     x = _queries(tile, SHAPE, ROWS, tile_planes(RECORD.k)).to(tl.float32)
     peak = tl.maximum(tl.max(tl.max(tl.abs(x), 1), 0), 1e-30)

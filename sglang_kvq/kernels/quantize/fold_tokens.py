@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang_kvq.kernels.device.codes import PlaneRecord, Record
+from sglang_kvq.kernels.device.codes import PlaneRecord, Record, page_bytes
 from sglang_kvq.kernels.device.common import PAGE, key_row
 from sglang_kvq.kernels.device.plane_codes import bits_of, cell_count, is_planes, shares_of, start_of
 from sglang_kvq.kernels.device.shape import shape_of
@@ -32,9 +32,9 @@ def fold_pages(
     records: uint8 ``[layers of the store, pages + 1, kv_heads, record.bytes]``; layer_ids: int64, indices of these
     layers in tokens; tokens: int64 ``[layers, kv_heads, m * PAGE]``, contiguous, all from 0 to ``n * PAGE - 1``.
     """
-    layers, pages, kv_heads, _ = records.shape
+    layers, _, kv_heads, _ = records.shape
     _fold[(len(target_pages), kv_heads, layers)](
-        records, layer_ids, source_pages, target_pages, tokens, pages,
+        records, layer_ids, source_pages, target_pages, tokens, records.stride(0),
         RECORD=record,
         SHAPE=shape_of(kv_heads, head_dim),
         num_warps=4,
@@ -42,14 +42,16 @@ def fold_pages(
 
 
 @triton.jit
-def _fold(records, layer_ids, source_pages, target_pages, tokens, pages, RECORD: tl.constexpr, SHAPE: tl.constexpr):
-    """Program (n, h, l): target page n of KV head h of the store's layer l. pages: number of pages, with page 0."""
+def _fold(
+    records, layer_ids, source_pages, target_pages, tokens, record_layer, RECORD: tl.constexpr, SHAPE: tl.constexpr
+):
+    """Program (n, h, l): target page n of KV head h of the store's layer l. record_layer: bytes from layer to layer."""
     KEYS: tl.constexpr = RECORD.k
     VALUES: tl.constexpr = RECORD.v
     n, head, layer = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     heads = tl.num_programs(1)
-    records += (layer * pages * heads + head) * RECORD.bytes
-    step = heads.to(tl.int64) * RECORD.bytes  # from page to page
+    records += layer * record_layer + head * RECORD.bytes
+    step = tl.full([], page_bytes(RECORD, SHAPE.KV_HEADS), tl.int64)  # from page to page
     chosen = tokens + ((tl.load(layer_ids + layer) * heads + head) * tl.num_programs(0) + n) * PAGE
     out = records + tl.load(target_pages + n) * step
     if is_planes(RECORD):

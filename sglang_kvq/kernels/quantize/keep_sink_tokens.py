@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from sglang_kvq.kernels.decode.decode_attention import is_two_bit
-from sglang_kvq.kernels.device.codes import PlaneRecord, Record
+from sglang_kvq.kernels.device.codes import PlaneRecord, Record, page_bytes
 from sglang_kvq.kernels.device.common import PAGE
 from sglang_kvq.kernels.device.shape import shape_of
 from sglang_kvq.kernels.extend.gather_pages import read_record
@@ -30,7 +30,7 @@ def keep_sink_tokens(
     """
     layers, kv_heads, d = bf16_pages.shape[0], bf16_pages.shape[3], bf16_pages.shape[-1]
     _keep[(layers, _PROGRAMS)](
-        slots, entries, count, bf16_pages, sink_cache, bf16_pages.stride(0), sink_cache.stride(0),
+        slots, entries, count, bf16_pages, sink_cache, bf16_pages.stride(0), bf16_pages.stride(1), sink_cache.stride(0),
         SHAPE=shape_of(kv_heads, d),
         ROWS=_ROWS,
         num_warps=4,
@@ -39,8 +39,9 @@ def keep_sink_tokens(
 
 @triton.jit
 def _keep(
-    slots, entries, count, bf16_pages, sink_cache, bf16_pages_layer, sink_layer, SHAPE: tl.constexpr, ROWS: tl.constexpr
-):
+    slots, entries, count, bf16_pages, sink_cache, bf16_pages_layer, bf16_pages_slot, sink_layer,
+    SHAPE: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
     """Program (l, j): layer l of pages j, j + programs, ..."""
     D: tl.constexpr = SHAPE.D
     HEADS: tl.constexpr = 2 * SHAPE.KV_HEADS  # of K, then of V
@@ -53,7 +54,7 @@ def _keep(
             for start in range(0, HEADS, ROWS):
                 row = start + tl.arange(0, ROWS)[:, None]
                 inside = (row < HEADS) & (dim < D)
-                source = bf16_pages + layer * bf16_pages_layer + (slot * HEADS + row) * (PAGE * D) + dim
+                source = bf16_pages + layer * bf16_pages_layer + slot * bf16_pages_slot + row * (PAGE * D) + dim
                 target = sink_cache + layer * sink_layer + (entry * HEADS + row) * D + dim
                 tl.store(target, tl.load(source, mask=inside), mask=inside)
 
@@ -77,7 +78,7 @@ def restore_pages(
     fast = is_two_bit(record, d)
     _restore[(kv_heads, m, len(pages))](
         pages, records, layers, page_slot, bf16_pages, sink_entry, sink_cache,
-        records.stride(0), bf16_pages.stride(0), sink_cache.stride(0),
+        records.stride(0), bf16_pages.stride(0), bf16_pages.stride(1), sink_cache.stride(0),
         RECORD=record,
         SHAPE=shape_of(kv_heads, d),
         FAST=fast,
@@ -87,8 +88,8 @@ def restore_pages(
 
 @triton.jit(do_not_specialize=["pages"], do_not_specialize_on_alignment=["pages"])
 def _restore(
-    pages, records, layers, page_slot, bf16_pages, sink_entry, sink_cache, records_layer, bf16_pages_layer, sink_layer,
-    RECORD: tl.constexpr, SHAPE: tl.constexpr, FAST: tl.constexpr,
+    pages, records, layers, page_slot, bf16_pages, sink_entry, sink_cache, records_layer, bf16_pages_layer,
+    bf16_pages_slot, sink_layer, RECORD: tl.constexpr, SHAPE: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """Program (h, l, i): KV head h of the store's layer l, page i."""
     D: tl.constexpr = SHAPE.D
@@ -99,8 +100,8 @@ def _restore(
         head = tl.program_id(0)
         layer = tl.load(layers + tl.program_id(1))
         record = records + tl.program_id(1).to(tl.int64) * records_layer
-        record += (page.to(tl.int64) * KV_HEADS + head) * RECORD.bytes
-        k = bf16_pages + layer * bf16_pages_layer + (slot * 2 * KV_HEADS + head) * (PAGE * D)
+        record += page.to(tl.int64) * page_bytes(RECORD, KV_HEADS) + head * RECORD.bytes
+        k = bf16_pages + layer * bf16_pages_layer + slot * bf16_pages_slot + head * (PAGE * D)
         v = k + KV_HEADS * (PAGE * D)
         read_record(k, v, PAGE, 1, record, RECORD, SHAPE, FAST, True)
         entry = tl.load(sink_entry + page).to(tl.int64)

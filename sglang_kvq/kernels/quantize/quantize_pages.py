@@ -14,7 +14,7 @@ import triton.language as tl
 from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.kernels.device.arguments import view
 from sglang_kvq.kernels.device.bf16_pairs import high_half, low_half, magnitudes, pair_max
-from sglang_kvq.kernels.device.codes import PlaneRecord, Record
+from sglang_kvq.kernels.device.codes import PlaneRecord, Record, page_bytes
 from sglang_kvq.kernels.device.common import PAGE, has_pairs, key_row
 from sglang_kvq.kernels.device.plane_codes import is_planes
 from sglang_kvq.kernels.device.rows import (
@@ -83,7 +83,7 @@ def quantize_slots(
     grid = (min(programs, slots.numel() * n * kv_heads * PARTS.value),)
     _quantize_slots[grid](
         records, layers, ranks, bf16_pages, slots, pages, count,
-        records.stride(0), bf16_pages.stride(0), n,
+        records.stride(0), bf16_pages.stride(0), bf16_pages.stride(1), n,
         **_constants(record, kv_heads, bf16_pages.shape[-1], bf16_pages.device),
     )  # fmt: skip
 
@@ -110,13 +110,13 @@ def _quantize_tokens(
     token = tl.load(first + index).to(tl.int64)
     page = tl.load(pages + index).to(tl.int64)
     k_rows, v_rows = k.data + token * k.token + head * k.head, v.data + token * v.token + head * v.head
-    record = records + (page * KV_HEADS + head) * RECORD.bytes
+    record = records + page * page_bytes(RECORD, KV_HEADS) + head * RECORD.bytes
     _quantize_part(k_rows, k.token, v_rows, v.token, record, ranks, part, RECORD, SHAPE, PACKED)
 
 
 @triton.jit
 def _quantize_slots(
-    records, layer_ids, ranks, bf16_pages, slots, pages, count, record_layer, bf16_page_layer, layers,
+    records, layer_ids, ranks, bf16_pages, slots, pages, count, record_layer, bf16_page_layer, bf16_page_slot, layers,
     RECORD: tl.constexpr, SHAPE: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """Shares the items of count * layers pages among the programs."""
@@ -130,8 +130,8 @@ def _quantize_slots(
         layer = tl.load(layer_ids + nth)
         slot = tl.load(slots + index).to(tl.int64)
         page = tl.load(pages + index).to(tl.int64)
-        k = bf16_pages + layer * bf16_page_layer + (slot * 2 * KV_HEADS + head) * (PAGE * D)
-        record = records + nth.to(tl.int64) * record_layer + (page * KV_HEADS + head) * RECORD.bytes
+        k = bf16_pages + layer * bf16_page_layer + slot * bf16_page_slot + head * (PAGE * D)
+        record = records + nth.to(tl.int64) * record_layer + page * page_bytes(RECORD, KV_HEADS) + head * RECORD.bytes
         _quantize_part(k, D, k + KV_HEADS * PAGE * D, D, record, ranks + 2 * layer, part, RECORD, SHAPE, PACKED)
 
 

@@ -27,10 +27,26 @@ def split_rotation(rotation: torch.Tensor) -> torch.Tensor:
     return torch.stack([high, low], dim=-4).contiguous()
 
 
+class Store(NamedTuple):
+    """Destination of keys and values.
+
+    Attributes:
+        bf16_pages: one layer's, BF16 ``[slots + 1, 2, kv_heads, PAGE_SIZE, D]``; slot: elements from slot to slot.
+        places, page_slot: ``PagePool``'s.
+        loc: int ``[T]``, SGLang's locations.
+    """
+
+    bf16_pages: torch.Tensor
+    slot: int
+    places: torch.Tensor
+    page_slot: torch.Tensor
+    loc: torch.Tensor
+
+
 def rotate(
     x: tuple[torch.Tensor, ...],
     rotations: tuple[torch.Tensor | None, ...],
-    store: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+    store: Store | None = None,
     overlap: Overlap = NO_OVERLAP,
     mean: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, ...]:
@@ -40,8 +56,7 @@ def rotate(
         x: q ``[T, q_heads, D]``, k and v ``[T, kv_heads, D]``, BF16; only the last axis must be contiguous.
         rotations: for each, ``split_rotation``'s result for this layer, ``[2, kv_heads or 1, D, D]``, or None for the
             identity.
-        store: (this layer's BF16 pages ``[slots + 1, 2, kv_heads, PAGE_SIZE, D]``, page_slot, loc ``[T]``): keys and
-            values then go only there.
+        store: where keys and values then go, and only there.
         overlap: an early start loads rotations and looks up destinations before the previous launch has ended. The next
             launch starts with this one.
         mean: subtracted from rotated keys, float32 ``[kv_heads or 1, D]``, contiguous; None for nothing.
@@ -67,7 +82,7 @@ def rotate(
     block = 32 if d == 96 or tokens <= 4 * _TOKENS else 64
     grid = (min(triton.cdiv(tokens, _TOKENS), 16), (last - first) * (d // block))
     _rotate[grid](
-        tuple(map(view, x)), tuple(out), tuple(q if r is None else r for r in rotations), Store(*(store or (q, q, q))),
+        tuple(map(view, x)), tuple(out), tuple(q if r is None else r for r in rotations), store or Store(q, 1, q, q, q),
         q if mean is None else mean, tokens, first,
         SHAPE=shape_of(kv_heads, d, q_heads),
         ROTATIONS=tuple(0 if r is None else r.shape[1] for r in rotations),
@@ -82,14 +97,6 @@ def rotate(
         launch_pdl=overlap.early,
     )  # fmt: skip
     return tuple(out)
-
-
-class Store(NamedTuple):
-    """Destination of keys and values: ``rotate``'s ``store``."""
-
-    bf16_pages: torch.Tensor
-    page_slot: torch.Tensor
-    loc: torch.Tensor
 
 
 class Head(NamedTuple):
@@ -187,9 +194,10 @@ def _rotate_head(
             source = mine.x + token[:, None] * mine.x_token
             if STORE:
                 location = tl.load(store.loc + token, mask=live, other=0)
-                slot = tl.load(store.page_slot + location // PAGE, mask=live, other=0)
+                place = tl.load(store.places + location // PAGE, mask=live, other=0)
+                slot = tl.load(store.page_slot + place, mask=live, other=0)
                 slot = tl.maximum(slot, 0).to(tl.int64)
-                target = mine.bf16_page + slot * (2 * SHAPE.KV_HEADS * PAGE * D) + location % PAGE * D
+                target = mine.bf16_page + slot * store.slot + location % PAGE * D
             else:
                 target = mine.out + token * mine.out_token
             if EARLY:

@@ -26,19 +26,21 @@ def give_bf16_pages(
     seq_lens: torch.Tensor,
     direct_pages: torch.Tensor | None,
     step: int,
+    first_slot: int = 1,
     new_tokens: int = 1,
     restored: torch.Tensor | None = None,
 ) -> None:
     """Plans a batch like ``TierManager._plan``, before ranges are set; starts the list of pages to be quantized.
 
     rows, prefix_lens, seq_lens: int ``[batch]``; prefix_lens None for decoding: all but the last ``new_tokens``.
-    direct_pages: int64 ``[n]`` or None. step: of the plan, from 1. restored: int32 ``[batch]``, filled in a prefill if
+    direct_pages: int64 ``[n]`` or None. step: of the plan, from 1.
+    first_slot: the first that pages may have. restored: int32 ``[batch]``, filled in a prefill if
     first tokens are kept: rows' first pages that got their BF16 copy back.
     """
     direct = rows[:0] if direct_pages is None else direct_pages
     _give[(1,)](
         rows, seq_lens if prefix_lens is None else prefix_lens, seq_lens, len(rows), direct, len(direct), step,
-        new_tokens, tables.arguments.first_page if restored is None else restored, tables.arguments,
+        first_slot, new_tokens, tables.arguments.first_page if restored is None else restored, tables.arguments,
         WINDOW=tables.window,
         DECODING=prefix_lens is None,
         ROWS=max(1, _ELEMENTS // tables.window.WIDTH),
@@ -51,12 +53,12 @@ def give_bf16_pages(
 # Nothing that varies is specialised: plans run outside CUDA graphs, so a request would wait for the compiler.
 @triton.jit(
     do_not_specialize=[
-        "rows", "prefix_lens", "seq_lens", "batch", "direct", "directs", "step", "new_tokens", "restored",
+        "rows", "prefix_lens", "seq_lens", "batch", "direct", "directs", "step", "first_slot", "new_tokens", "restored",
     ],
     do_not_specialize_on_alignment=["rows", "prefix_lens", "seq_lens", "direct", "restored"],
 )  # fmt: skip
 def _give(
-    rows, prefix_lens, seq_lens, batch, direct, directs, step, new_tokens, restored, t,
+    rows, prefix_lens, seq_lens, batch, direct, directs, step, first_slot, new_tokens, restored, t,
     WINDOW: tl.constexpr, DECODING: tl.constexpr, ROWS: tl.constexpr, SLOTS: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
     """One program; t: ``Tables``. Rows; direct pages; if pages need BF16 pages: pins, keys, bisection, exchange."""
@@ -71,14 +73,15 @@ def _give(
         tl.debug_barrier()
         _hold_windows(step, t, WINDOW, ROWS)
         tl.debug_barrier()
-        least, most, available = _key_slots(step, t, WINDOW, SLOTS)
+        least, most, available = _key_slots(step, first_slot, t, WINDOW, SLOTS)
         tl.debug_barrier()
         takes = tl.minimum(needs, available)
         failed += needs - takes
         if takes > 0:
-            key = bisect(t.keys, t.slot_count, takes, least, most, SLOTS)
-            equals = takes - count_below(t.keys, t.slot_count, key, SLOTS)  # how many with this key: the first ones
-            quantized, lost = _exchange(t, key, equals, step, WINDOW, SLOTS)
+            keys, slots = t.keys + first_slot, t.slot_count - first_slot
+            key = bisect(keys, slots, takes, least, most, SLOTS)
+            equals = takes - count_below(keys, slots, key, SLOTS)  # how many with this key: the first ones
+            quantized, lost = _exchange(t, key, equals, step, first_slot, WINDOW, SLOTS)
             if WINDOW.SINK_CACHE:
                 tl.debug_barrier()
                 place_sink_tokens(t, lost.to(tl.int32), step, ENTRIES)
@@ -184,15 +187,15 @@ def _hold(step, level, WINDOW: tl.constexpr):
 
 
 @triton.jit
-def _key_slots(step, t, WINDOW: tl.constexpr, SLOTS: tl.constexpr):
-    """Writes keys of all slots, in the order of reuse: free ones, by stamp, sinks, windows of rows in use by level.
+def _key_slots(step, first_slot, t, WINDOW: tl.constexpr, SLOTS: tl.constexpr):
+    """Writes keys of slots, in the order of reuse: free ones, by stamp, sinks, windows of rows in use by level.
 
     Returns:
         the least and the largest key of slots that may be taken; how many these are.
     """
     least, most = tl.full([SLOTS], NEVER, tl.int64), tl.full([SLOTS], 0, tl.int64)
     available = tl.full([SLOTS], 0, tl.int32)
-    for start in range(0, t.slot_count, SLOTS):
+    for start in range(first_slot, t.slot_count, SLOTS):
         slot = start + tl.arange(0, SLOTS)
         inside = slot < t.slot_count
         stamp = tl.load(t.slot_stamp + slot, mask=inside, other=0) + 1
@@ -200,7 +203,7 @@ def _key_slots(step, t, WINDOW: tl.constexpr, SLOTS: tl.constexpr):
         key = tl.where(tl.load(t.slot_page + slot, mask=inside, other=0) > 0, stamp, 0)
         level = tl.load(t.held + slot, mask=inside, other=0) - _hold(step, 0, WINDOW)  # below 0: in no window
         key += tl.where(level >= 0, (level + 2) * (step + 2), 0)
-        free = inside & (slot > 0) & (level < WINDOW.SOFT)
+        free = inside & (level < WINDOW.SOFT)
         tl.store(t.keys + slot, tl.where(free, key, NEVER), mask=inside)
         least = tl.where(free, tl.minimum(least, key), least)
         most = tl.where(free, tl.maximum(most, key), most)
@@ -209,7 +212,7 @@ def _key_slots(step, t, WINDOW: tl.constexpr, SLOTS: tl.constexpr):
 
 
 @triton.jit
-def _exchange(t, bound, equals, step, WINDOW: tl.constexpr, SLOTS: tl.constexpr):
+def _exchange(t, bound, equals, step, first_slot, WINDOW: tl.constexpr, SLOTS: tl.constexpr):
     """Gives the slots below the bound, and the first ``equals`` of those at it, to the wanted pages.
 
     Lists the pages that lose their slot and have no record, which must be quantized, and those that begin a sequence.
@@ -221,7 +224,7 @@ def _exchange(t, bound, equals, step, WINDOW: tl.constexpr, SLOTS: tl.constexpr)
     begun = tl.zeros([], tl.int64)
     given = tl.zeros([], tl.int32)
     passed = tl.zeros([], tl.int32)
-    for start in range(0, t.slot_count, SLOTS):
+    for start in range(first_slot, t.slot_count, SLOTS):
         slot = start + tl.arange(0, SLOTS)
         key = tl.load(t.keys + slot, mask=slot < t.slot_count, other=NEVER)
         chosen, passed = among_least(key, bound, passed, equals)

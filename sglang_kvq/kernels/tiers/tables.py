@@ -21,6 +21,8 @@ class Tables(NamedTuple):
 
     Attributes:
         req_to_token: int32 ``[R, context]``; row_pages: int32 ``[R, pages]``; their last axes contiguous.
+        places: int32 ``[N]``, pages of SGLang's ids; page_id: int32 ``[N]``, free_pages: int32 ``[N]`` and free_count:
+            int64 ``[1]``: ``cache.places``, if pages and BF16 pages share a memory.
         page_slot: int32 ``[N]``; page_valid: uint8 ``[N]``.
         slot_page, slot_stamp: int64 ``[S]``; row_len: int64 ``[R]``; see ``TierManager``.
         row_sink_end, row_history_end: int32 ``[R]``.
@@ -47,6 +49,10 @@ class Tables(NamedTuple):
     context: int
     row_pages: torch.Tensor
     pages_row: int
+    places: torch.Tensor
+    page_id: torch.Tensor
+    free_pages: torch.Tensor
+    free_count: torch.Tensor
     page_slot: torch.Tensor
     page_valid: torch.Tensor
     slot_page: torch.Tensor
@@ -90,6 +96,7 @@ class TierTables:
             take; written_tokens: tokens that a step writes; see ``TierManager``.
         sink_bonus: added to the stamp of a sink's BF16 copy.
         keeps_sink_tokens: True if first tokens are kept.
+        shares_memory: True if pages and BF16 pages share a memory, so that ids are given pages.
     """
 
     arguments: Tables
@@ -100,6 +107,7 @@ class TierTables:
     written_tokens: int
     sink_bonus: int
     keeps_sink_tokens: bool
+    shares_memory: bool = False
 
     @cached_property
     def window(self) -> "Window":
@@ -167,5 +175,6 @@ def window(t, row, length, WINDOW: tl.constexpr, more=0):
 
 @triton.jit
 def page_at(t, row, index, exists):
-    """Returns page ids of the rows' page indices, 0 where they do not exist."""
-    return tl.load(t.req_to_token + row.to(tl.int64) * t.context + index * PAGE, mask=exists, other=0) // PAGE
+    """Returns the pages at the rows' page indices, 0 where they do not exist."""
+    token = tl.load(t.req_to_token + row.to(tl.int64) * t.context + index * PAGE, mask=exists, other=0)
+    return tl.load(t.places + token // PAGE, mask=exists, other=0)

@@ -202,7 +202,7 @@ def measure_budgets(
 def _measured(candidate: Candidate, budget: float | None, divergence: TokenDivergence) -> Measured:
     method = candidate.name.partition(":")[0]
     bits = sum(f.bits_per_element for f in candidate.formats) / len(candidate.formats)
-    capacity = 16 / bits * (1 - KVQuantConfig(method).bf16_budget)
+    capacity = 16 / bits * (1 - KVQuantConfig(method).bf16_share)
     kl, kl_error = _mean(divergence.kl)
     return Measured(method, budget, bits, capacity, kl, kl_error, *_mean(divergence.agrees.double()))
 

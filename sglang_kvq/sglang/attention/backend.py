@@ -123,13 +123,12 @@ class KVQuantBackend(AttentionBackend):
         own = loc[: sum(first[1])]
         self.batch = ExtendBatch(rows[:prefills], *first, own, bf16_page, direct)
         self.bf16_page_loc = own[bf16_page]
-        self.direct_pages = own[direct] // PAGE_SIZE
         self.scored = plan_scoring(*first, scored)
         self.decoding = None
         if prefills < len(new):
             here = slice(len(own), tokens)
             self.decoding = Decoding(rows[prefills:], seq_lens[prefills:], loc[here], here)
-        self.tiers.plan_extend(rows, prefix_lens, seq_lens, longest, self.direct_pages)
+        self.direct_pages = self.tiers.plan_extend(rows, prefix_lens, seq_lens, longest, own[direct] // PAGE_SIZE)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         self.ops.reserve(max_bs)  # batches are padded to more rows than requests may run

@@ -28,7 +28,9 @@ from sglang_kvq.attention.drafts import DraftBatch, chain
 from sglang_kvq.attention.planning.new_tokens import split_new_tokens
 from sglang_kvq.attention.reference import ReferenceOps
 from sglang_kvq.attention.scores.scoring import KeyScores, plan_scoring
+from sglang_kvq.cache.layout import KVGeometry, share, shared_reserve
 from sglang_kvq.cache.pool import PagePool
+from sglang_kvq.cache.split import WindowSlots
 from sglang_kvq.cache.tiers import TierManager
 from sglang_kvq.config import KVQuantConfig
 from sglang_kvq.constants import PAGE_SIZE
@@ -199,17 +201,32 @@ def decode_and_verify(q_heads: int, formats: tuple[RecordFormat, ...], device: t
         _compare("verifying drafts", format, ops.verify(*several), reference.verify(*several))
 
 
-def _allocate(formats: tuple[RecordFormat, ...], device: torch.device) -> PagePool:
-    """A pool for one request on row 1, whose pages are not in order."""
+def _allocate(formats: tuple[RecordFormat, ...], device: torch.device, shared: bool = False) -> PagePool:
+    """A pool for one request on row 1, whose pages are not in order.
+
+    shared: records and BF16 pages share one memory. Its ids have no pages yet.
+    """
     pages = -(-(FIRST + MORE + 1) // PAGE_SIZE)
     table = torch.zeros(3, pages * PAGE_SIZE, dtype=torch.int32)
     shuffled = torch.arange(pages, 0, -1)
     table[1] = (shuffled[:, None] * PAGE_SIZE + torch.arange(PAGE_SIZE)).flatten()
-    return PagePool.allocate(formats, kv_heads=KV_HEADS, pages=pages, slots=pages, req_to_token=table.to(device))
+    slots, arena = pages, None
+    if shared:
+        geometry = KVGeometry(KV_HEADS, formats)
+        windows = WindowSlots(pages, pages, 1)
+        reserve = shared_reserve(geometry, windows) + geometry.slot_bytes
+        bytes_ = reserve + pages * geometry.shared_page_bytes
+        layout = share(geometry, windows, pages=pages, budget_bytes=bytes_, wanted=1)
+        slots, arena = layout.slots, layout.arena
+    table = table.to(device)
+    return PagePool.allocate(formats, kv_heads=KV_HEADS, pages=pages, slots=slots, req_to_token=table, arena=arena)
 
 
 class _Request:
-    """One request on row 1 of two caches: one that kernels write and read, and one that torch does."""
+    """One request on row 1 of two caches: one that kernels write and read, and one that torch does.
+
+    Kernels have one memory for records and BF16 pages, torch two.
+    """
 
     def __init__(self, device: torch.device, format: RecordFormat, sinks: bool) -> None:
         from sglang_kvq.attention.planning.short_extend import ShortExtends
@@ -222,7 +239,7 @@ class _Request:
         rotation = torch.linalg.qr(torch.randn(HEAD_DIM, HEAD_DIM))[0].to(device)
         rotation = rotation.expand(len(self.formats), 1, HEAD_DIM, HEAD_DIM).contiguous()
         rotations = LayerRotations(rotation, rotation)
-        pool, plain = self._pool(), self._pool()
+        pool, plain = _allocate(self.formats, self.device, shared=True), self._pool()
         #: Prefixes are dequantized first; or always read where they lie.
         self.ops, self.direct = (
             TritonOps(pool, rotations, Q_HEADS, max_batch=1, slab_tokens=FIRST, short=short)
@@ -232,6 +249,7 @@ class _Request:
         operations = ((ops.quantize_slots, ops.restore_pages) for ops in (self.ops, self.reference))
         self.tiers = TritonTierManager(pool, SINK_PAGES, RECENT_PAGES, *next(operations))
         self.plain_tiers = TierManager(plain, SINK_PAGES, RECENT_PAGES, *next(operations))
+        self.tiers.pending.allocate_pages(torch.arange(1, pool.pages + 1, device=device))
 
     def _pool(self, formats: tuple[RecordFormat, ...] | None = None) -> PagePool:
         return _allocate(formats or self.formats, self.device)
@@ -335,11 +353,12 @@ class _Request:
         split = split_new_tokens([prefix], [new], SINK_PAGES, RECENT_PAGES)
         bf16_page, direct = (torch.from_numpy(indices).to(self.device) for indices in split)
         loc = self.tiers.pool.req_to_token[1, prefix : prefix + new].long()
-        direct_pages = loc[direct] // PAGE_SIZE
+        direct_pages = {}
         batch = ExtendBatch(self._int64(1), [prefix], [new], loc, bf16_page, direct)
-        for tiers in (self.tiers, self.plain_tiers):
+        for ops, tiers in ((self.ops, self.tiers), (self.reference, self.plain_tiers)):
             tiers.pending.free_rows([2])
-            tiers.plan_extend(batch.rows, self._int64(prefix), self._int64(prefix + new), prefix, direct_pages)
+            lens = (self._int64(prefix), self._int64(prefix + new))
+            direct_pages[ops] = tiers.plan_extend(batch.rows, *lens, prefix, loc[direct] // PAGE_SIZE)
         for layer, format in enumerate(self.formats):
             given, outputs, scores = self._activations(new), [], []
             for ops in (self.reference, self.ops, self.direct):
@@ -349,7 +368,7 @@ class _Request:
                 outputs.append(ops.rotate_output(layer, ops.extend(layer, q, k, v, batch, SCALE, self.sinks)))
                 if ops is not self.direct:  # which shares its cache with ``ops``
                     ops.store_tokens(layer, loc[bf16_page], k[bf16_page], v[bf16_page])
-                    ops.quantize_tokens(layer, direct, direct_pages, k, v)
+                    ops.quantize_tokens(layer, direct, direct_pages[ops], k, v)
             for name, output in zip(("prefill", "prefill without a workspace"), outputs[1:]):
                 _compare(name, format, output, outputs[0])
             if prefix:

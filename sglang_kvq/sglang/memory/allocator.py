@@ -134,9 +134,17 @@ def build_allocator(
         pages=layout.pages,
         slots=layout.slots,
         req_to_token=req_to_token_pool.req_to_token,
+        arena=layout.arena,
     )
     in_torch = torch.device(self.device).type == "cpu" and compat.applies(OLD_TREE, _RELEASE)
     common = {"page_size": ours.page_size, "dtype": self.kv_cache_dtype, "device": self.device, "need_sort": False}
+    if layout.arena is not None:
+        from sglang_kvq.sglang.memory.shared import SharedAllocator
+
+        tokens = sizes.max_total_num_tokens
+        shared = SharedAllocator(tokens, kvcache=token_to_kv_pool, layout=layout, rows=req_to_token_pool, **common)
+        state.allocator, state.split = shared, shared.split
+        return shared
     kind = KVQuantCpuAllocator if in_torch else KVQuantAllocator
     has_windows = state.windows is not None
     kvcache = ours if has_windows else token_to_kv_pool

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-from sglang_kvq.cache.layout import KVGeometry, bf16_slots, divide, reserved_bytes
+from sglang_kvq.cache.layout import (
+    KVGeometry,
+    MemoryLayout,
+    bf16_slots,
+    divide,
+    reserved_bytes,
+    share,
+    shared_reserve,
+    window_slots,
+)
 from sglang_kvq.config import KVQuantConfig
 from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.formats.record import RecordFormat
 from sglang_kvq.methods import RotationKind, get_method
+from sglang_kvq.releases import NEW_TREE, NEW_TREE_RELEASES
 from sglang_kvq.rotations.identity import cached_layers
 from sglang_kvq.rotations.resolve import resolve_formats, resolve_rotations
 from sglang_kvq.sglang import compat, runtime
@@ -30,7 +41,36 @@ def compute_cell_size(original: Original, self: Configurator, kvc: Configurator,
     kv_heads = plain // (2 * kvc.model_config.head_dim * num_layers * kvc.kv_cache_dtype.itemsize)
     draft = drafts.draft_page_bytes(kvc)
     # ``drafts.after_sizes`` adds the draft's to what is returned here.
-    return start_cache(kvc, config, kv_heads, num_layers, draft).geometry.page_bytes // PAGE_SIZE
+    why_not = why_not_shared(kvc, config, draft)
+    if why_not is None and config.recent_min is None:
+        config = replace(config, recent_min=0)  # windows shrink only while all memory is in use
+    state = start_cache(kvc, config, kv_heads, num_layers, draft)
+    if why_not is not None:
+        logger.info("kv-quant divides the memory once: %s", why_not)
+        return state.geometry.page_bytes // PAGE_SIZE
+    state.shared = window_slots(config, compat.prefill_batch(kvc.server_args))
+    return state.geometry.shared_page_bytes // PAGE_SIZE
+
+
+def why_not_shared(kvc: Configurator, config: KVQuantConfig, draft_page_bytes: int) -> str | None:
+    """Why records and BF16 pages cannot share this worker's memory (``cache.split``); None if they can."""
+    args = kvc.server_args
+    if config.bf16_budget is not None:
+        return f"--kv-quant-bf16-budget {config.bf16_budget} says how"
+    if not compat.applies(NEW_TREE, compat.sglang_version()):
+        return f"SGLang before {NEW_TREE_RELEASES[0]} admits requests by their tokens alone"
+    if drafts.keeps_states(kvc.model_config):
+        return "the model's recurrent states take a fixed part of it"
+    for flag, given in (
+        ("--enable-hierarchical-cache", compat.resolved(args, "enable_hierarchical_cache", False)),
+        ("--disaggregation-mode", mode_of(args) is not None),
+        ("--speculative-algorithm", draft_page_bytes or compat.resolved(args, "speculative_algorithm")),
+        ("--enable-streaming-session", getattr(args, "enable_streaming_session", False)),
+        ("kvq calibrate", config.capture),
+    ):
+        if given:
+            return f"pages do not move with {flag}"
+    return None
 
 
 def model_formats(config: KVQuantConfig, model: ModelConfig) -> tuple[RecordFormat, ...]:
@@ -74,6 +114,9 @@ def calculate_pool_sizes(original: Original, self: Configurator, available_bytes
     if state is None:
         return original(self, available_bytes, page_size)
     geometry = state.geometry
+    if state.shared is not None:
+        state.budget_bytes = available_bytes
+        return original(self, max(available_bytes - shared_reserve(geometry, state.shared), 0), page_size)
     available_bytes -= staging_bytes(geometry, state.config.slots_per_request, state.staged_windows)
     state.budget_slots = bf16_slots(state.config, geometry, available_bytes)
     return original(self, max(available_bytes - reserved_bytes(geometry, state.budget_slots), 0), page_size)
@@ -92,30 +135,39 @@ def resolve_max_num_reqs(original: Original, self: Configurator, token_capacity:
     state = runtime.current()
     if state is None or config_of(self.server_args) is None:
         return requests
-    streaming = getattr(self.server_args, "enable_streaming_session", False)
     try:
-        layout = divide(
-            state.config,
-            state.geometry,
-            pages=token_capacity // PAGE_SIZE,
-            slots=state.budget_slots,
-            wanted=requests_per_worker(self),
-            resumes=requests if streaming else 1,
-            chunk=compat.prefill_chunk(self.server_args),
-            batch=compat.prefill_batch(self.server_args),
-            written=compat.step_tokens(self.server_args),
-        )
+        layout = _layout(self, state, token_capacity // PAGE_SIZE, requests)
     except KVQuantError as error:  # here nothing but SystemExit ends the process without SGLang's traceback
         raise SystemExit(f"sglang-kvq: {error}") from None
     state.layout = layout
     if self.server_args.max_running_requests is not None and layout.max_requests < requests:
+        why = "" if layout.arena else f" and --kv-quant-bf16-budget {state.config.bf16_share} holds {layout.slots}"
+        fix = "--mem-fraction-static" if layout.arena else "the budget"
         logger.warning(
-            "--max-running-requests %d is lowered to %d: each running request keeps %d BF16 pages and "
-            "--kv-quant-bf16-budget %s holds %d. Raise the budget to run more at once.",
+            "--max-running-requests %d is lowered to %d: each running request keeps %d BF16 pages%s. Raise %s to run "
+            "more at once.",
             requests,
             layout.max_requests,
             state.config.pinned_slots(compat.step_tokens(self.server_args)),
-            state.config.bf16_budget,
-            layout.slots,
+            why,
+            fix,
         )
     return min(requests, layout.max_requests)
+
+
+def _layout(configurator: Configurator, state: runtime.Runtime, pages: int, requests: int) -> MemoryLayout:
+    """The memory of ``pages`` pages. requests: SGLang's limit of running requests."""
+    args, wanted = configurator.server_args, requests_per_worker(configurator)
+    if state.shared is not None:
+        return share(state.geometry, state.shared, pages=pages, budget_bytes=state.budget_bytes, wanted=wanted)
+    return divide(
+        state.config,
+        state.geometry,
+        pages=pages,
+        slots=state.budget_slots,
+        wanted=wanted,
+        resumes=requests if getattr(args, "enable_streaming_session", False) else 1,
+        chunk=compat.prefill_chunk(args),
+        batch=compat.prefill_batch(args),
+        written=compat.step_tokens(args),
+    )

@@ -33,7 +33,7 @@ class KVQuantPool(KVCache):
         self._finalize_allocation_log(size)
         logger.info(
             "kv-quant %s: %d tokens (BF16 would hold %d in the same %.2f GiB: %.2fx), %.2f allocated bits per element "
-            "(%.3f in records), %d BF16 pages (%d tokens), %s",
+            "(%.3f in records), %s, %s",
             state.config.describe(),
             layout.tokens,
             layout.bf16_tokens,
@@ -41,8 +41,9 @@ class KVQuantPool(KVCache):
             layout.tokens / layout.bf16_tokens,
             layout.bits_per_element,
             layout.geometry.record_bits_per_element,
-            layout.slots,
-            layout.slots * page_size,
+            "BF16 pages share the memory"
+            if layout.arena
+            else f"{layout.slots} BF16 pages ({layout.slots * page_size} tokens)",
             describe_windows(layout),
         )
 

@@ -1,0 +1,165 @@
+"""Where records and BF16 pages share one memory: which servers do, and the allocator that divides it as they run."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+from sglang.srt.mem_cache.prefill_budget import PrefillBudget
+from sglang.srt.utils import get_num_new_pages
+
+from sglang_kvq.cache.layout import MemoryLayout
+from sglang_kvq.cache.split import Split
+from sglang_kvq.sglang import runtime
+from sglang_kvq.sglang.memory.allocator import KVQuantAllocator
+from sglang_kvq.sglang.types import ReqToTokenPool
+
+
+class SharedAllocator(KVQuantAllocator):
+    """Page ids as SGLang hands them out, as many as the memory holds beside the BF16 pages of running requests.
+
+    SGLang asks it before it admits a request, evicts or retracts. ``available_size`` stays the number of ids that are
+    free, because SGLang's checks for leaks add it up.
+    """
+
+    def __init__(self, *args: Any, layout: MemoryLayout, rows: ReqToTokenPool, **more: Any) -> None:
+        if layout.arena is None or layout.windows is None:
+            raise ValueError("a memory that is divided once")
+        self.split, self.rows = Split(layout.arena, layout.windows), rows
+        super().__init__(*args, **more)
+
+    @property
+    def used(self) -> int:
+        """Pages in use."""
+        return int(self.num_pages - len(self.free_pages))
+
+    @property
+    def running(self) -> int:
+        """Requests with a row."""
+        return int(self.rows.size - self.rows.available_size())
+
+    def room(self) -> int:
+        """Returns how many more pages fit beside the running requests, whose windows may shrink."""
+        return self.split.room(self.running) - self.used
+
+    def admits_another(self) -> bool:
+        """Tells if the window of another request fits beside the pages in use."""
+        return self.split.room(self.running + 1) >= self.used
+
+    # -- what SGLang asks ------------------------------------------------------------------------
+
+    def create_prefill_budget(self, tree_cache: Any, *, num_mixed_decode_tokens: int = 0) -> PrefillBudget:
+        return SharedBudget(self, tree_cache, num_mixed_decode_tokens=num_mixed_decode_tokens)
+
+    def evict_to_free_tokens(self, tree_cache: Any, num_tokens: int) -> bool | None:
+        """Windows stay whole as long as cached prefixes can give way."""
+        if tree_cache is None or not tree_cache.supports_prefix_sharing():
+            return None
+        pages = self.used + math.ceil(num_tokens / self.page_size)
+        excess = max(self.split.excess(pages, self.running), pages - int(self.num_pages))
+        if excess > 0:
+            tree_cache.evict_for_alloc(EvictParams(num_tokens=excess * self.page_size))
+        return None
+
+    def check_decode_capacity(
+        self, *, num_tokens: int, tree_cache: Any, requests: Any = None, spec_algorithm: Any = None
+    ) -> bool:
+        self.evict_to_free_tokens(tree_cache, num_tokens)
+        return bool(math.ceil(num_tokens / self.page_size) <= min(self.room(), len(self.free_pages)))
+
+    # -- page ids --------------------------------------------------------------------------------
+
+    def alloc(self, need_size: int) -> torch.Tensor | None:
+        if not self._divide(need_size // self.page_size):
+            return None
+        before = self.free_pages
+        return self._allocated(before, super().alloc(need_size))
+
+    def alloc_extend(
+        self,
+        prefix_lens: torch.Tensor,
+        prefix_lens_cpu: torch.Tensor,
+        seq_lens: torch.Tensor,
+        seq_lens_cpu: torch.Tensor,
+        last_loc: torch.Tensor,
+        extend_num_tokens: int,
+        num_new_pages: int | None = None,
+    ) -> torch.Tensor | None:
+        if num_new_pages is None:
+            num_new_pages = get_num_new_pages(
+                seq_lens=seq_lens_cpu, page_size=self.page_size, prefix_lens=prefix_lens_cpu
+            )
+        if not self._divide(num_new_pages):
+            return None
+        before = self.free_pages
+        lens = (prefix_lens, prefix_lens_cpu, seq_lens, seq_lens_cpu)
+        return self._allocated(before, super().alloc_extend(*lens, last_loc, extend_num_tokens, num_new_pages))
+
+    def alloc_decode(
+        self, seq_lens: torch.Tensor, seq_lens_cpu: torch.Tensor, last_loc: torch.Tensor
+    ) -> torch.Tensor | None:
+        if not self._divide(get_num_new_pages(seq_lens=seq_lens_cpu, page_size=self.page_size, decode=True)):
+            return None
+        before = self.free_pages
+        return self._allocated(before, super().alloc_decode(seq_lens, seq_lens_cpu, last_loc))
+
+    def _divide(self, more: int) -> bool:
+        """Moves the boundary for so many more pages; False if they do not fit beside the running requests."""
+        before = self.split.first_slot
+        fits = self.split.fit(self.used + more, self.running)
+        if self.split.first_slot != before:
+            runtime.live_tiers().pending.move_boundary(self.split.first_slot)
+        return fits
+
+    def _allocated(self, before: torch.Tensor, locations: torch.Tensor | None) -> torch.Tensor | None:
+        """Records the ids that left the head of the list ``before``; returns the locations."""
+        taken = len(before) - len(self.free_pages)
+        if locations is not None and taken:
+            runtime.live_tiers().pending.allocate_pages(before[:taken].clone())
+        return locations
+
+
+class SharedBudget(PrefillBudget):
+    """What one prefill batch may take: page ids, and the memory of its pages and of its new requests' windows.
+
+    SGLang counts tokens. A window counts as the tokens whose records take the same memory.
+    """
+
+    allocator: SharedAllocator
+
+    def __init__(self, allocator: SharedAllocator, tree_cache: Any, *, num_mixed_decode_tokens: int = 0) -> None:
+        super().__init__(allocator, tree_cache, num_mixed_decode_tokens=num_mixed_decode_tokens)
+        arena, least = allocator.split.arena, allocator.split.windows.least
+        self.window = math.ceil(least * arena.slot_bytes / arena.page_bytes) * int(self.page_size)
+        self.windows = 0  # of the requests that the batch has so far
+
+    def _in_memory(self) -> int:
+        """Tokens whose pages fit beside the windows of running requests and of this batch's."""
+        return int(self.allocator.room() * self.page_size + self.tree_cache.evictable_size() - self.windows)
+
+    @property
+    def remaining_total(self) -> float:
+        return float(min(super().remaining_total, self._in_memory() - self.total_offset))
+
+    @property
+    def remaining_current(self) -> float:
+        return float(min(super().remaining_current, self._in_memory() - self.current_offset))
+
+    def check_prefill(self, *, total_tokens: int, chunk_limit: int | None, **more: Any) -> tuple[bool, int | None]:
+        """``more``: what SGLang says of other pools."""
+        fits = total_tokens + self.window < self._in_memory() - self.total_offset
+        return (True, chunk_limit) if fits and total_tokens < super().remaining_total else (False, None)
+
+    def can_allocate_prefill(self, *, paged_input: int, **more: Any) -> bool:
+        """``more``: what SGLang says of other pools."""
+        offset = max(self.total_offset, self.current_offset)
+        fits = paged_input + self.window <= self._in_memory() - offset
+        return bool(fits and paged_input <= min(super().remaining_current, super().remaining_total))
+
+    def reserve(
+        self, extend_input_len: int, max_new_tokens: int, *, is_chunked_continuation: bool = False, **more: Any
+    ) -> None:
+        super().reserve(extend_input_len, max_new_tokens, is_chunked_continuation=is_chunked_continuation, **more)
+        self.windows += 0 if is_chunked_continuation else self.window
