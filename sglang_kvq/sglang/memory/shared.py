@@ -44,10 +44,6 @@ class SharedAllocator(KVQuantAllocator):
         """Returns how many more pages fit beside the running requests, whose windows may shrink."""
         return self.split.room(self.running) - self.used
 
-    def admits_another(self) -> bool:
-        """Tells if the window of another request fits beside the pages in use."""
-        return self.split.room(self.running + 1) >= self.used
-
     # -- what SGLang asks ------------------------------------------------------------------------
 
     def create_prefill_budget(self, tree_cache: Any, *, num_mixed_decode_tokens: int = 0) -> PrefillBudget:

@@ -94,6 +94,7 @@ def test_the_cache_is_sized_for_the_layers_in_it(runner, monkeypatch, linear):
     from sglang_kvq.sglang.memory import capacity
 
     monkeypatch.setattr(runtime, "_current", None)
+    monkeypatch.setattr(capacity.drafts, "keeps_states", lambda model: True)  # which asks SGLang's config
     hybrid = MODEL | dict(num_hidden_layers=2 * LAYERS, layer_types=["linear_attention", "full_attention"] * LAYERS)
     model = SimpleNamespace(hf_config=hybrid if linear else MODEL, model_path="m", head_dim=D)
     configurator = SimpleNamespace(

@@ -25,7 +25,7 @@ def allocator(monkeypatch):
     """Built by the hook, as in a scheduler on a CPU, with a tier manager that quantizes nothing."""
     pool = object.__new__(KVQuantPool)
     geometry = SimpleNamespace(formats=[PageFormat(64, 64, 0.96, 0.92)], kv_heads=1)
-    pool.layout, pool.page_size = SimpleNamespace(geometry=geometry, pages=PAGES, slots=12), P
+    pool.layout, pool.page_size = SimpleNamespace(geometry=geometry, pages=PAGES, slots=12, arena=None), P
     state = runtime.Runtime(KVQuantConfig("int2"), geometry, (0,))
     monkeypatch.setattr(runtime, "_current", state)
     rows = SimpleNamespace(req_to_token=torch.zeros(3, PAGES * P, dtype=torch.int32))

@@ -78,7 +78,7 @@ class TreeModel(Model):
         geometry = KVGeometry(1, (PageFormat(64, 64, 0.96, 0.92),))
         state = runtime._current = runtime.Runtime(KVQuantConfig("int2"), geometry, (3,))
         ours = object.__new__(KVQuantPool)
-        ours.layout = SimpleNamespace(geometry=geometry, pages=self.pages, slots=self.slots)
+        ours.layout = SimpleNamespace(geometry=geometry, pages=self.pages, slots=self.slots, arena=None)
         ours.page_size = P
         self.allocator = build_allocator(
             None,

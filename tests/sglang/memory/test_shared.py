@@ -1,0 +1,263 @@
+"""The allocator of a memory that records and BF16 pages share: what is admitted fits, and what is given fits too."""
+
+from __future__ import annotations
+
+import random
+from importlib.metadata import version
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from sglang_kvq.cache.integrity import check_integrity
+from sglang_kvq.cache.layout import KVGeometry, fit_shared, share, shared_reserve, window_slots
+from sglang_kvq.cache.tiers import TierManager
+from sglang_kvq.config import KVQuantConfig
+from sglang_kvq.constants import PAGE_SIZE as P
+from sglang_kvq.formats.page import PageFormat
+from sglang_kvq.releases import NEW_TREE_RELEASES
+from sglang_kvq.sglang import compat, runtime
+from sglang_kvq.sglang.memory import capacity
+from sglang_kvq.sglang.memory.allocator import build_allocator
+from sglang_kvq.sglang.memory.pool import KVQuantPool, describe_windows
+
+pytestmark = pytest.mark.skipif(version("sglang") not in NEW_TREE_RELEASES, reason="older releases divide it once")
+
+CONFIG = KVQuantConfig("int2", recent_tokens=128, recent_min=0)
+GEOMETRY = KVGeometry(1, (PageFormat(64, 64, 0.96, 0.92),))
+BATCH = 4 * P
+
+
+class Tree:
+    """A prefix cache of single pages, the oldest first."""
+
+    def __init__(self, allocator) -> None:
+        self.allocator, self.pages, self.evicted = allocator, [], 0
+
+    def supports_mamba(self) -> bool:
+        return False
+
+    def supports_prefix_sharing(self) -> bool:
+        return True
+
+    def evictable_size(self) -> int:
+        return len(self.pages) * P
+
+    def evict_for_alloc(self, params) -> None:
+        count = min(-(-params.num_tokens // P), len(self.pages))
+        gone, self.pages = self.pages[:count], self.pages[count:]
+        self.evicted += count
+        if gone:
+            self.allocator.free(torch.tensor([page * P for page in gone]))
+
+
+class Server:
+    """Rows, allocator and tree of one worker, as SGLang's scheduler uses them."""
+
+    def __init__(self, monkeypatch, pages: int, rows: int) -> None:
+        windows = window_slots(CONFIG, BATCH)
+        budget = shared_reserve(GEOMETRY, windows) + pages * GEOMETRY.shared_page_bytes
+        self.layout = fit_shared(CONFIG, GEOMETRY, budget, BATCH)
+        assert self.layout.pages == pages
+        pool = object.__new__(KVQuantPool)
+        pool.layout, pool.page_size = self.layout, P
+        state = runtime.Runtime(CONFIG, GEOMETRY, (0,))
+        monkeypatch.setattr(runtime, "_current", state)
+        table = torch.zeros(rows + 1, (pages + 1) * P, dtype=torch.int32)
+        self.free_rows = list(range(1, rows + 1))
+        self.allocator = build_allocator(
+            None,
+            SimpleNamespace(device="cpu", kv_cache_dtype=torch.bfloat16),
+            sizes=SimpleNamespace(max_total_num_tokens=pages * P),
+            token_to_kv_pool=pool,
+            req_to_token_pool=SimpleNamespace(
+                req_to_token=table, size=rows, available_size=lambda: len(self.free_rows)
+            ),
+            token_to_kv_pool_allocator=None,
+        )
+        state.tiers = self.tiers = TierManager(
+            state.pages, CONFIG.sink_pages, CONFIG.recent_pages, lambda *batch: None, kept_pages=0
+        )
+        self.tree, self.table = Tree(self.allocator), table
+
+    def budget(self):
+        return self.allocator.create_prefill_budget(self.tree)
+
+    def admits(self, budget, tokens: int, answer: int) -> bool:
+        """As ``PrefillAdder.add_one_req`` asks for one request."""
+        more = {"max_new_tokens": answer, "input_tokens": tokens, "swa_host_hit_length": 0}
+        total = tokens + answer + P
+        fits, _ = budget.check_prefill(extend_input_len=tokens, total_tokens=total, chunk_limit=None, **more)
+        if fits:
+            budget.reserve(-(-tokens // P) * P, answer)
+        return fits
+
+    def prefill(self, tokens: list[int]) -> list[tuple[int, torch.Tensor]]:
+        """Rows and locations of a batch of new requests."""
+        rows = [self.free_rows.pop(0) for _ in tokens]
+        self.allocator.evict_to_free_tokens(self.tree, sum(tokens) + len(tokens) * P)
+        none, lens = torch.zeros(len(tokens), dtype=torch.int64), torch.tensor(tokens)
+        found = self.allocator.alloc_extend(none, none, lens, lens, none - 1, sum(tokens))
+        assert found is not None, "admitted, but there is no room"
+        return list(zip(rows, found.split(tokens)))
+
+    def check(self) -> None:
+        """The tables agree, and windows have their room."""
+        running = self.allocator.running
+        assert self.allocator.split.slots >= self.layout.windows.needed(running)
+        assert self.allocator.used <= self.allocator.split.pages
+        check_integrity(self.tiers, self.allocator.get_all_free_pages())
+        assert self.tiers.first_slot == self.allocator.split.first_slot
+
+
+@pytest.fixture
+def server(monkeypatch):
+    return lambda pages=120, rows=30: Server(monkeypatch, pages, rows)
+
+
+def test_one_request_may_have_the_whole_cache(server):
+    one = server()
+    capacity_ = one.layout.tokens
+    answer = one.allocator.max_new_tokens_for_memory(
+        P, 10**6, token_capacity=capacity_, sliding_window_size=None, chunk_size=None
+    )
+    assert answer == capacity_ - 2 * P - 1
+    assert one.admits(one.budget(), P, answer)
+    assert not one.admits(one.budget(), P, answer + 2)
+    one.prefill([capacity_])
+    one.check()
+    assert one.allocator.used == one.layout.pages and not one.allocator.check_decode_capacity(
+        num_tokens=P, tree_cache=one.tree
+    )
+
+
+def test_as_many_run_as_the_layout_says(server):
+    """Short requests: their windows take the memory, not their records."""
+    many = server(400, 200)
+    budget, admitted = many.budget(), 0
+    while many.admits(budget, 50, 10):
+        many.prefill([50])
+        admitted, budget = admitted + 1, many.budget()
+    many.check()
+    assert many.layout.max_requests - 4 <= admitted <= many.layout.max_requests
+    assert admitted > 3 * many.layout.slots * 0.1 / CONFIG.slots_per_request, "what a tenth of the memory admits"
+    assert many.allocator.room() < 15, "a window in pages, the request's own and one for rounding"
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_is_admitted_fits(server, seed):
+    """Through admission, decoding, retraction and eviction; the tables are checked after every step."""
+    rng = random.Random(seed)
+    some = server(rng.randint(60, 200), 40)
+    running: list[list] = []  # row, tokens, locations of pages
+    retracted = 0
+    for _ in range(120):
+        budget, batch = some.budget(), []
+        while some.free_rows[len(batch) :] and sum(batch) < BATCH and rng.random() < 0.7:
+            tokens = rng.choice((rng.randint(1, 2 * P), rng.randint(1, BATCH)))
+            if sum(batch) + tokens > BATCH or not some.admits(budget, tokens, rng.randint(1, P)):
+                break
+            batch.append(tokens)
+        if batch:
+            running += [[row, len(locations), locations[::P].tolist()] for row, locations in some.prefill(batch)]
+        for _ in range(rng.randint(0, 40)):
+            lens = torch.tensor([tokens + 1 for _, tokens, _ in running])
+            needed = int(((lens - 1) % P == 0).sum()) * P
+            while running and not some.allocator.check_decode_capacity(num_tokens=needed, tree_cache=some.tree):
+                row, _, pages = running.pop()
+                some.allocator.free(torch.tensor(pages))
+                some.free_rows.append(row)
+                some.tiers.pending.free_rows([row])
+                retracted += 1
+                lens = lens[: len(running)]
+                needed = int(((lens - 1) % P == 0).sum()) * P
+            if not running:
+                break
+            last = torch.tensor([pages[-1] // P * P + (tokens - 1) % P for _, tokens, pages in running])
+            given = some.allocator.alloc_decode(lens, lens, last)
+            assert given is not None
+            for request, location in zip(running, given.tolist()):
+                request[1] += 1
+                if request[1] % P == 1:
+                    request[2].append(location)
+        some.check()
+        for request in [r for r in running if rng.random() < 0.15]:
+            running.remove(request)
+            kept = rng.randint(0, len(request[2]))
+            some.tree.pages += [location // P for location in request[2][:kept]]
+            if request[2][kept:]:
+                some.allocator.free(torch.tensor(request[2][kept:]))
+            some.free_rows.append(request[0])
+            some.tiers.pending.free_rows([request[0]])
+        some.check()
+    assert some.tree.evicted > 5
+
+
+def test_cached_prefixes_give_way_to_whole_windows(server):
+    full = server(400, 40)
+    (row, locations), *_ = full.prefill([360 * P])
+    full.free_rows.append(row)
+    full.tree.pages = (locations[::P] // P).tolist()
+    full.prefill([3 * P] * 10)
+    full.check()
+    windows = full.layout.windows
+    assert full.tree.evicted and full.allocator.split.slots >= windows.wanted(10) - full.layout.slots // 256
+    assert full.tree.pages, "no more than these need"
+
+
+def test_a_flush_keeps_the_boundary(server):
+    one = server()
+    one.prefill([90 * P])
+    one.check()
+    before = one.allocator.split.first_slot
+    one.free_rows.append(1)
+    one.allocator.free(torch.arange(P, 81 * P))
+    one.prefill([5] * 7)  # moves it, not applied yet
+    one.free_rows += range(2, 9)
+    one.allocator.clear()
+    one.check()
+    assert one.allocator.used == 0 and one.allocator.split.first_slot == one.tiers.first_slot != before
+
+
+def test_a_smaller_cache_has_room_for_some_requests():
+    """``--max-total-tokens`` leaves few pages: the memory is small, but not all of it is theirs."""
+    windows = window_slots(CONFIG, BATCH)
+    layout = share(GEOMETRY, windows, pages=10, budget_bytes=1 << 30)
+    assert layout.pages == 10 and layout.max_requests >= 8
+    assert layout.arena.slots_beside(10) >= windows.wanted(8)
+    assert describe_windows(layout).startswith(
+        f"at most {layout.max_requests} running requests, {layout.whole_windows}"
+    )
+    few = share(GEOMETRY, windows, pages=10, budget_bytes=1 << 30, wanted=2)
+    assert few.slots < layout.slots and few.total_bytes < layout.total_bytes < 1 << 30
+
+
+def configurator(**args):
+    fields = dict(enable_hierarchical_cache=False, disaggregation_mode="null", speculative_algorithm=None)
+    return SimpleNamespace(server_args=SimpleNamespace(**{**fields, **args}), model_config=SimpleNamespace())
+
+
+@pytest.mark.parametrize(
+    ("args", "config", "why"),
+    [
+        ({}, {}, None),
+        ({}, {"bf16_budget": 0.2}, "--kv-quant-bf16-budget 0.2 says how"),
+        ({}, {"capture": "f:1:1"}, "do not move with kvq calibrate"),
+        ({"enable_hierarchical_cache": True}, {}, "do not move with --enable-hierarchical-cache"),
+        ({"disaggregation_mode": "decode"}, {}, "do not move with --disaggregation-mode"),
+        ({"speculative_algorithm": "NGRAM"}, {}, "do not move with --speculative-algorithm"),
+        ({"enable_streaming_session": True}, {}, "do not move with --enable-streaming-session"),
+    ],
+)
+def test_which_servers_share_their_memory(monkeypatch, args, config, why):
+    monkeypatch.setattr(capacity.drafts, "keeps_states", lambda model: False)
+    monkeypatch.setattr(compat, "resolved", lambda args, field, default=None: getattr(args, field, default))
+    found = capacity.why_not_shared(configurator(**args), KVQuantConfig("int2", **config), 0)
+    assert found is None if why is None else why in found
+
+
+def test_models_with_states_and_older_releases_divide_it_once(monkeypatch):
+    monkeypatch.setattr(capacity.drafts, "keeps_states", lambda model: True)
+    assert "recurrent states" in capacity.why_not_shared(configurator(), KVQuantConfig("int2"), 0)
+    monkeypatch.setattr(compat, "sglang_version", lambda: compat.Version("0.5.18"))
+    assert "admits requests by their tokens alone" in capacity.why_not_shared(configurator(), KVQuantConfig("int2"), 0)
