@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sglang_kvq.cache.arena import Arena, padded
 from sglang_kvq.cache.sink_token_cache import PAGES_PER_ENTRY
@@ -252,6 +252,8 @@ def fit_shared(config: KVQuantConfig, geometry: KVGeometry, budget_bytes: int, b
     Raises:
         KVQuantError: no page fits beside one request's window.
     """
+    if config.recent_min is None:
+        config = replace(config, recent_min=0)
     windows = window_slots(config, batch)
     left = budget_bytes - shared_reserve(geometry, windows)
     pages = max(left, 0) // geometry.shared_page_bytes

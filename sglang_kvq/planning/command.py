@@ -104,7 +104,9 @@ def serving(planner: Planner, row: Row, flags: list[str]) -> list[str]:
         make = ["kvq", "calibrate", planner.path, *composition, "--text", "FILE", "--output", "rotations"]
         commands.append(shlex.join(make))
         words += ["--kv-quant-rotations", "rotations"]
-    words += ["--kv-quant-bf16-budget", f"{row.budget:g}", "--mem-fraction-static", f"{place.fraction:g}"]
+    if row.budget is not None:
+        words += ["--kv-quant-bf16-budget", f"{row.budget:g}"]
+    words += ["--mem-fraction-static", f"{place.fraction:g}"]
     words += [w for name, n in (("--tp", place.tp), ("--dp", place.copies)) if n > 1 for w in (name, str(n))]
     return [*commands, shlex.join(words)]
 
@@ -153,7 +155,7 @@ def _table(planner: Planner, rows: list[Row]) -> Table:
 
 def _advice(planner: Planner, best: Row | None, flags: list[str]) -> Iterator[str]:
     """Says what the columns mean, what serves the wish, and with which command."""
-    yield "bits: of an element of the history. at: requests of so many tokens at once, with the table's BF16 budget."
+    yield "bits: of an element of the history. at: requests of so many tokens at once."
     wish = planner.wish
     if wish is None:
         yield "--context and --concurrency add what serves a wish, and the command."
@@ -163,6 +165,7 @@ def _advice(planner: Planner, best: Row | None, flags: list[str]) -> Iterator[st
     if best is None:
         yield f"No method serves {name}; add GPUs (--count), or wish for less."
         return
-    yield f"Most bits that serve {name}: {best.name} at {best.bits:.2f}, --kv-quant-bf16-budget {best.budget:g}:"
+    budget = "" if best.budget is None else f", --kv-quant-bf16-budget {best.budget:g}"
+    yield f"Most bits that serve {name}: {best.name} at {best.bits:.2f}{budget}:"
     for command in serving(planner, best, flags):
         yield f"  {command}"

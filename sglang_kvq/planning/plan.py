@@ -5,7 +5,7 @@ The arithmetic is a server's own: ``cache.layout`` and ``sglang.doctor.capacity`
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -91,7 +91,7 @@ class Row:
         name: ``BF16``, ``FP8`` or a method.
         bits: allocated bits per element of the history; without BF16 pages.
         setting: ``--kv-quant-bits``, None for the method's default or no method.
-        budget: ``--kv-quant-bf16-budget``; None without a method.
+        budget: ``--kv-quant-bf16-budget``; None without a method, and where BF16 pages share the memory.
         tokens, requests: of all copies together; no limit of requests is None.
         at: requests at some contexts.
         rotations: the method needs rotations, and this is where they are; "" if none are known.
@@ -136,7 +136,9 @@ class Planner:
         held = self._capacity(config, self._geometry(config))
         for name, bits in (("BF16", 16), ("FP8", 8)):
             tokens = held.tokens_bf16 * 16 // bits
-            yield self._row(name, bits, None, None, tokens, held.requests_bf16, bits / 16)
+            yield self._row(
+                name, bits, None, None, tokens, held.requests_bf16, bits / 16, _fitting(tokens, held.requests_bf16)
+            )
 
     def method_rows(self) -> Iterator[Row]:
         """Every method at its default width and budget, or at the nearest budget that serves the wish."""
@@ -148,7 +150,7 @@ class Planner:
         config = KVQuantConfig(name, bits=setting)
         geometry = self._geometry(config)
         row = self._method_row(config, geometry)
-        if self.wish is None or row.serves or self._is_hopeless(self.wish, geometry):
+        if self.wish is None or row.serves or row.budget is None or self._is_hopeless(self.wish, geometry):
             return row
         for percent in sorted(BUDGETS, key=lambda percent: abs(percent / 100 - config.bf16_share)):
             try:
@@ -204,10 +206,11 @@ class Planner:
             config.method,
             16 * geometry.page_bytes / geometry.slot_bytes,
             config.bits,
-            config.bf16_share,
+            config.bf16_share if held.shared is None else None,
             held.tokens,
             held.requests,
             geometry.page_bytes / geometry.slot_bytes,
+            held.requests_at,
             bf16_tokens=config.slots_per_request * PAGE_SIZE,
         )
         return replace(row, rotations=self._known_rotations(config))
@@ -221,14 +224,11 @@ class Planner:
         tokens: int,
         requests: int | None,
         share: float,
+        fitting: Callable[[int], int],
         bf16_tokens: int = 0,
     ) -> Row:
-        """Args: of one copy; share: of a token's bytes in BF16; bf16_tokens: of a request, in BF16 instead."""
-
-        def fitting(context: int) -> int:
-            found = tokens // context
-            return found if requests is None else min(found, requests)
-
+        """Args: of one copy; share: of a token's bytes in BF16; fitting: requests by their tokens; bf16_tokens: of a
+        request, in BF16 instead."""
         copies, wish = self.place.copies, self.wish
         serves = wish is not None and copies * fitting(wish.context) >= wish.concurrency
         return Row(
@@ -261,3 +261,8 @@ class Planner:
             except KVQuantError:  # none are known: `kvq calibrate` makes them
                 self._rotations[method.planes] = ""
         return self._rotations[method.planes]
+
+
+def _fitting(tokens: int, requests: int | None) -> Callable[[int], int]:
+    """Returns how many requests of so many tokens fit; requests: the most, None for no limit."""
+    return lambda context: tokens // context if requests is None else min(tokens // context, requests)

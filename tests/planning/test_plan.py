@@ -8,19 +8,25 @@ import shlex
 from itertools import pairwise
 
 import pytest
+from packaging.version import Version
 from typer.testing import CliRunner
 
 from sglang_kvq.cache.layout import contexts_within
 from sglang_kvq.cli import app
-from sglang_kvq.config import KVQuantConfig
+from sglang_kvq.config import DEFAULT_BUDGET, KVQuantConfig
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.planning.command import parse_tokens
 from sglang_kvq.planning.gpus import KNOWN, find_gpu
-from sglang_kvq.planning.plan import Place, Planner, Wish
+from sglang_kvq.planning.plan import Place, Planner, Row, Wish
 from sglang_kvq.planning.weights import Weights, find_weights
+from sglang_kvq.releases import NEW_TREE
+from sglang_kvq.sglang import compat
 from sglang_kvq.sglang.doctor.model import Request, read_config
 from tests.conftest import ROOT
 
+new_tree = pytest.mark.skipif(
+    not compat.applies(NEW_TREE, compat.sglang_version()), reason="older releases divide the memory once"
+)
 MODELS = ROOT / "benchmarks" / "models"
 QWEN3 = str(MODELS / "qwen3-8b")
 #: What was measured, by the GPU's name.
@@ -37,6 +43,8 @@ CAPACITIES = (
 )
 #: Rows of loaded servers, which have their tokens too (``benchmarks/workloads.py``), and their methods.
 LOADED = (("bench 1k, none", "none"), ("bench 1k, oscar", "oscar"))
+#: The same of a server whose memory is shared.
+SHARED = json.loads((ROOT / "benchmarks" / "results" / "serving_shared_h100.json").read_text())["rows"]
 SERVERS = [
     (gpu, *capacity)
     for gpu, file in sorted(RESULTS.items())
@@ -53,6 +61,12 @@ def planner(name: str, gpu: str = "h200", wish: Wish | None = None, weights: Wei
     path = str(MODELS / name)
     model, _ = read_config(Request(path, KVQuantConfig("hadamard")))
     return Planner(path, model, weights or find_weights(path, model.hf_config), Place(find_gpu(gpu), **place), wish)
+
+
+def divided_once(plan: Planner, method: str, bits: str | None) -> Row:
+    """A method's row on a server that divides its memory once, as those did that were measured."""
+    config = KVQuantConfig(method, bits=bits, bf16_budget=DEFAULT_BUDGET)
+    return plan._method_row(config, plan._geometry(config))
 
 
 def ask(*argv: str) -> tuple[int, str]:
@@ -75,7 +89,7 @@ def test_figures_are_those_of_servers(gpu, scenario, model, method, bits):
     """Within 2%, from the GPU's name and the config alone: both servers ran with --mem-fraction-static 0.85."""
     assert gpu.upper() in RESULTS[gpu]["device"]
     server, plan = measured(scenario, gpu), planner(model, gpu)
-    plain, ours = next(plan.plain_rows()), plan.row_of(method, bits)
+    plain, ours = next(plan.plain_rows()), divided_once(plan, method, bits)
     assert plain.tokens == pytest.approx(server["none"], rel=0.02)
     assert ours.tokens == pytest.approx(server[method], rel=0.02)
     if "max_running_requests" in server:
@@ -85,12 +99,21 @@ def test_figures_are_those_of_servers(gpu, scenario, model, method, bits):
 @pytest.mark.parametrize(("scenario", "method"), LOADED)
 def test_figures_are_those_of_loaded_servers_on_an_h100(scenario, method):
     server, plan = measured(scenario, "h100"), planner("qwen3-8b", "h100")
-    row = next(plan.plain_rows()) if method == "none" else plan.row_of(method, None)
+    row = next(plan.plain_rows()) if method == "none" else divided_once(plan, method, None)
     assert row.tokens == pytest.approx(server["cache_tokens"], rel=0.02)
     if method != "none":
         assert row.requests == pytest.approx(server["most_requests"], rel=0.02)
 
 
+@new_tree
+def test_figures_are_those_of_a_server_whose_memory_is_shared():
+    server = next(row for row in SHARED if row["scenario"] == "bench 1k, oscar")
+    row = planner("qwen3-8b", "h100").row_of("oscar", None)
+    assert row.tokens == pytest.approx(server["cache_tokens"], rel=0.02) and row.budget is None
+    assert row.requests == pytest.approx(server["most_requests"], rel=0.02)
+
+
+@new_tree
 def test_the_guides_table_is_what_the_plan_says_and_servers_had():
     page = (ROOT / "docs" / "deploying.md").read_text()
     number = re.compile(r"^\| (.*), (.*) \| ([\d,]+) \| ([\d,]+) \|$", re.MULTILINE)
@@ -101,15 +124,18 @@ def test_the_guides_table_is_what_the_plan_says_and_servers_had():
         server, plan, title = measured(scenario), planner(model), model.replace("qwen", "Qwen").replace("b", "B")
         for name, tokens, key in (
             ("BF16", next(plan.plain_rows()).tokens, "none"),
-            (names[method], plan.row_of(method, bits).tokens, method),
+            (names[method], divided_once(plan, method, bits).tokens, method),
         ):
             found[title.replace("-a", "-A"), name] = f"{server[key]:,}", f"{tokens:,}"
     plan = planner("qwen3-8b", "h100")
-    rows = {"none": next(plan.plain_rows()), "oscar": plan.row_of("oscar", None)}
+    rows = {"none": next(plan.plain_rows()), "oscar": divided_once(plan, "oscar", None)}
     for scenario, method in LOADED:
         name = "BF16" if method == "none" else f"`{method}`"
         server = measured(scenario, "h100")["cache_tokens"]
         found["Qwen3-8B on an H100", name] = f"{server:,}", f"{rows[method].tokens:,}"
+    server = next(row for row in SHARED if row["method"] == "oscar")["cache_tokens"]
+    shared = f"{server:,}", f"{plan.row_of('oscar', None).tokens:,}"
+    found["Qwen3-8B on an H100, `oscar`", "shared memory"] = shared
     assert said == found
 
 
@@ -135,13 +161,25 @@ def test_advice_serves_the_wish_with_the_most_bits():
     assert calibrate[:3] == ["kvq", "calibrate", QWEN3] and "transform" in calibrate
     flags = dict(pairwise(serve))
     assert flags["--kv-quant"] == "transform" and flags["--kv-quant-bits"] == best["setting"]
-    assert flags["--kv-quant-bf16-budget"] == f"{best['budget']:g}" and flags["--mem-fraction-static"] == "0.85"
+    assert flags["--mem-fraction-static"] == "0.85" and flags.get("--kv-quant-bf16-budget") == (
+        None if best["budget"] is None else f"{best['budget']:g}"
+    )
     wider = planner("qwen3-8b", wish=Wish(32768, 100)).row_of("transform", f"{float(best['setting']) + 0.25:g}")
     assert not wider.serves
     assert not row_of(plan, "int4")["serves"] and row_of(plan, "int4")["bits"] > best["bits"]
 
 
-def test_budget_is_raised_for_many_requests_and_left_alone_otherwise():
+@new_tree
+def test_a_shared_memory_serves_many_requests_without_a_budget():
+    few, many = (planner("qwen3-8b", wish=Wish(4096, n)).row_of("hadamard", None) for n in (150, 900))
+    assert few.serves and many.serves and few.budget is many.budget is None
+    assert few.tokens == many.tokens and 900 <= many.at[4096] < many.requests
+    assert not planner("qwen3-8b", wish=Wish(4096, many.at[4096] + 1)).row_of("hadamard", None).serves
+
+
+def test_budget_is_raised_for_many_requests_and_left_alone_otherwise(monkeypatch):
+    """Where the release divides the memory once."""
+    monkeypatch.setattr(compat, "sglang_version", lambda: Version("0.5.18"))
     few, many = (planner("qwen3-8b", wish=Wish(4096, n)).row_of("hadamard", None) for n in (150, 300))
     assert few.serves and few.budget == 0.1
     assert many.serves and 0.1 < many.budget < 0.3 and many.at[4096] >= 300 and many.tokens < few.tokens

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sglang_kvq.cache.layout import KVGeometry, bf16_slots, divide, fit, reserved_bytes
+from sglang_kvq.cache.layout import KVGeometry, MemoryLayout, bf16_slots, divide, fit, fit_shared, reserved_bytes
 from sglang_kvq.cache.memory.recurrent_states import SGLANG_RATIO, needs_of, share_states
 from sglang_kvq.cache.memory.windows import STOCK_RATIO, need_of, share_windows, token_bytes
 from sglang_kvq.config import KVQuantConfig
 from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.errors import KVQuantError
+from sglang_kvq.releases import NEW_TREE
+from sglang_kvq.sglang import compat
 from sglang_kvq.sglang.types import ModelConfig
 
 #: ``--chunked-prefill-size`` of GPUs with 60 to 160 GiB.
@@ -31,6 +33,7 @@ class Capacity:
         requests_bf16: requests that plain SGLang's recurrent states admit at once; None for a model without such.
         tokens, requests: of a server with ``--kv-quant``: tokens of its cache, requests that run at once.
         beside: what else the memory holds, in words; None where that is nothing.
+        shared: the memory that records and BF16 pages share; None where it is divided once.
     """
 
     tokens_bf16: int
@@ -38,6 +41,13 @@ class Capacity:
     requests: int
     beside: str | None = None
     requests_bf16: int | None = None
+    shared: MemoryLayout | None = None
+
+    def requests_at(self, context: int) -> int:
+        """Returns how many requests of so many tokens run at once with ``--kv-quant``."""
+        return (
+            min(self.tokens // context, self.requests) if self.shared is None else self.shared.requests_at(context)[1]
+        )
 
 
 def capacity(config: KVQuantConfig, geometry: KVGeometry, model: ModelConfig, tp: int, memory: int) -> Capacity:
@@ -55,8 +65,12 @@ def capacity(config: KVQuantConfig, geometry: KVGeometry, model: ModelConfig, tp
         return _with_windows(config, geometry, model, tp, memory)
     if state := state_bytes(model, tp):
         return _with_states(config, geometry, model, state, memory)
+    plain = memory // geometry.slot_bytes * PAGE_SIZE
+    if config.bf16_budget is None and compat.applies(NEW_TREE, compat.sglang_version()):
+        layout = fit_shared(config, geometry, memory, CHUNK)
+        return Capacity(plain, layout.tokens, layout.max_requests, shared=layout)
     layout = fit(config, geometry, memory)
-    return Capacity(memory // geometry.slot_bytes * PAGE_SIZE, layout.tokens, layout.max_requests)
+    return Capacity(plain, layout.tokens, layout.max_requests)
 
 
 def _with_windows(config: KVQuantConfig, geometry: KVGeometry, model: ModelConfig, tp: int, memory: int) -> Capacity:
