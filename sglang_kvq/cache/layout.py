@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from sglang_kvq.cache.arena import Arena, padded
+from sglang_kvq.cache.shared.arena import Arena, padded
+from sglang_kvq.cache.shared.split import WindowSlots
 from sglang_kvq.cache.sink_token_cache import PAGES_PER_ENTRY
-from sglang_kvq.cache.split import WindowSlots
 from sglang_kvq.config import KVQuantConfig
 from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.errors import KVQuantError

@@ -84,7 +84,7 @@ class ArrivedRequest(NamedTuple):
 
 
 class MovedBoundary(NamedTuple):
-    """The first slot from now on, of a memory that pages and BF16 pages share (``cache.arena``)."""
+    """The first slot from now on, of a memory that pages and BF16 pages share (``cache.shared.arena``)."""
 
     first_slot: int
 

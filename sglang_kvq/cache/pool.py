@@ -12,7 +12,7 @@ from functools import cached_property
 
 import torch
 
-from sglang_kvq.cache.arena import Arena
+from sglang_kvq.cache.shared.arena import Arena
 from sglang_kvq.cache.sink_token_cache import SinkTokenCache
 from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.formats.record import RecordFormat

@@ -1,7 +1,7 @@
 """Assignment of BF16 pages to pages, and of each request's ranges to the pool they are read from.
 
-Where records and BF16 pages share one memory (``cache.arena``), SGLang's page ids name no memory: ``cache.places``
-gives each a page. Everything else here counts pages.
+Where records and BF16 pages share one memory (``cache.shared``), SGLang's page ids name no memory: a table gives each a
+page. Everything else here counts pages.
 
 All state lives on the device and every decision is a tensor operation, so a step never waits for the host. The
 scheduler only *records* events on pages (``PendingOps``). The next forward pass applies them, in order, on the stream
@@ -48,9 +48,9 @@ from sglang_kvq.cache.pending import (
     PendingOps,
     keep_alive,
 )
-from sglang_kvq.cache.places import Places
 from sglang_kvq.cache.pool import PACKED_TAIL, PagePool
 from sglang_kvq.cache.select_smallest import hand_out
+from sglang_kvq.cache.shared.places import Places
 from sglang_kvq.cache.sink_token_cache import SinkTokenCache
 from sglang_kvq.constants import NEVER
 from sglang_kvq.constants import PAGE_SIZE as P
@@ -60,7 +60,7 @@ from sglang_kvq.errors import KVQuantError
 SINK_BONUS = 1 << 40
 #: Added once for each step towards the end of a window, to the key of a page in the window of a row in use.
 SOFT_BONUS = 1 << 41
-#: BF16 pages, and pages, that are copied at a time when the memory is divided anew: about 100 MB of a large model.
+#: BF16 pages, and pages, that are copied at a time when the boundary moves: about 100 MB of a large model.
 _COPIED_SLOTS, _COPIED_PAGES = 8, 64
 
 QuantizeSlots: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
@@ -152,7 +152,7 @@ class TierManager:
         self.page_valid = torch.zeros(pool.pages + 1, dtype=torch.bool, device=device)
         #: Pages that begin a sequence, if first tokens are kept.
         self.page_first = torch.zeros(1 if self.sink_cache is None else pool.pages + 1, dtype=torch.bool, device=device)
-        #: Which page ids have which pages; None where ids are pages.
+        #: The pages that page ids have; None where ids are pages.
         self.places = None if pool.arena is None else Places(pool)
         #: The first slot that BF16 pages may have.
         self.first_slot = 1 if pool.arena is None else pool.arena.first_slot(pool.arena.pages)

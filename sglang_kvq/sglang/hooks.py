@@ -216,7 +216,7 @@ _SCHEDULER: tuple[Hook, ...] = (
     # Allocator
     around(f"{_POOL}._build_token_to_kv_pool_allocator("
          "sizes, token_to_kv_pool, is_dsv4_model, req_to_token_pool, token_to_kv_pool_allocator)",
-         "memory.allocator:build_allocator", "builds the allocator"),
+         "memory.build:build_allocator", "builds the allocator"),
     after(f"{_POOL}.configure(pre_model_load_memory)",
          "checks:after_configure", "no other pool may serve instead", always=True),
     read(f"{_POOL}.server_args", "the worker being configured"),

@@ -13,7 +13,7 @@ from sglang_kvq.attention.scores.scoring import KeyScores
 from sglang_kvq.cache.layout import KVGeometry, MemoryLayout
 from sglang_kvq.cache.memory.windows import WindowNeed
 from sglang_kvq.cache.pool import PagePool
-from sglang_kvq.cache.split import Split, WindowSlots
+from sglang_kvq.cache.shared.split import Split, WindowSlots
 from sglang_kvq.cache.tiers import TierManager
 from sglang_kvq.config import KVQuantConfig
 from sglang_kvq.sessions.messages import Fold

@@ -10,7 +10,7 @@ With drafts, the device knows how many of a batch in flight are accepted, the sc
 pages are allocated for as many as there may be, and what is published is what the scheduler knows.
 
 With one memory for pages and BF16 pages (``shared``), ids are no pages, and the scheduler divides the memory
-(``cache.split``).
+(``cache.shared.split``).
 
 With host memory (``add_host``), pages are backed up and loaded by copies that happen late (``host_model``).
 """
@@ -26,10 +26,10 @@ import torch
 from sglang_kvq.attention.base import LayerRotations
 from sglang_kvq.attention.planning.new_tokens import split_new_tokens
 from sglang_kvq.attention.reference import ReferenceOps
-from sglang_kvq.cache.arena import Arena, padded
 from sglang_kvq.cache.integrity import check_integrity
 from sglang_kvq.cache.pool import PagePool
-from sglang_kvq.cache.split import Split, WindowSlots
+from sglang_kvq.cache.shared.arena import Arena, padded
+from sglang_kvq.cache.shared.split import Split, WindowSlots
 from sglang_kvq.cache.tiers import TierManager
 from sglang_kvq.constants import PAGE_SIZE as P
 from sglang_kvq.formats.page import PageFormat

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
-from sglang_kvq.cache.split import WindowSlots
+from sglang_kvq.cache.shared.split import WindowSlots
 from sglang_kvq.constants import PAGE_SIZE as P
 from tests.cache.scheduler_model import Model, Request
 

@@ -10,9 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_kvq.cache.arena import Arena, padded
 from sglang_kvq.cache.pool import PagePool
-from sglang_kvq.cache.split import Split, WindowSlots
+from sglang_kvq.cache.shared.arena import Arena, padded
+from sglang_kvq.cache.shared.split import Split, WindowSlots
 from sglang_kvq.constants import PAGE_SIZE as P
 from sglang_kvq.formats.page import PageFormat
 

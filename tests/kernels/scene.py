@@ -11,8 +11,8 @@ from benchmarks.kernel_bench import oracle
 from sglang_kvq.attention.base import ExtendBatch, LayerRotations
 from sglang_kvq.attention.reference import ReferenceOps
 from sglang_kvq.attention.triton_ops import TritonOps
-from sglang_kvq.cache.arena import Arena, padded
 from sglang_kvq.cache.pool import PagePool
+from sglang_kvq.cache.shared.arena import Arena, padded
 from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.formats.page import PageFormat
 from sglang_kvq.formats.record import RecordFormat

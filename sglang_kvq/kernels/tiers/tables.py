@@ -22,7 +22,7 @@ class Tables(NamedTuple):
     Attributes:
         req_to_token: int32 ``[R, context]``; row_pages: int32 ``[R, pages]``; their last axes contiguous.
         places: int32 ``[N]``, pages of SGLang's ids; page_id: int32 ``[N]``, free_pages: int32 ``[N]`` and free_count:
-            int64 ``[1]``: ``cache.places``, if pages and BF16 pages share a memory.
+            int64 ``[1]``: ``cache.shared.places``, if pages and BF16 pages share a memory.
         page_slot: int32 ``[N]``; page_valid: uint8 ``[N]``.
         slot_page, slot_stamp: int64 ``[S]``; row_len: int64 ``[R]``; see ``TierManager``.
         row_sink_end, row_history_end: int32 ``[R]``.

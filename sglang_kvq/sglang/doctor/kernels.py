@@ -30,7 +30,7 @@ from sglang_kvq.attention.reference import ReferenceOps
 from sglang_kvq.attention.scores.scoring import KeyScores, plan_scoring
 from sglang_kvq.cache.layout import KVGeometry, share, shared_reserve
 from sglang_kvq.cache.pool import PagePool
-from sglang_kvq.cache.split import WindowSlots
+from sglang_kvq.cache.shared.split import WindowSlots
 from sglang_kvq.cache.tiers import TierManager
 from sglang_kvq.config import KVQuantConfig
 from sglang_kvq.constants import PAGE_SIZE

@@ -53,7 +53,7 @@ def compute_cell_size(original: Original, self: Configurator, kvc: Configurator,
 
 
 def why_not_shared(kvc: Configurator, config: KVQuantConfig, draft_page_bytes: int) -> str | None:
-    """Why records and BF16 pages cannot share this worker's memory (``cache.split``); None if they can."""
+    """Why records and BF16 pages cannot share this worker's memory (``cache.shared.split``); None if they can."""
     args = kvc.server_args
     if config.bf16_budget is not None:
         return f"--kv-quant-bf16-budget {config.bf16_budget} says how"

@@ -11,7 +11,7 @@ from sglang.srt.mem_cache.prefill_budget import PrefillBudget
 from sglang.srt.utils import get_num_new_pages
 
 from sglang_kvq.cache.layout import MemoryLayout
-from sglang_kvq.cache.split import Split
+from sglang_kvq.cache.shared.split import Split
 from sglang_kvq.sglang import runtime
 from sglang_kvq.sglang.memory.allocator import KVQuantAllocator
 from sglang_kvq.sglang.types import ReqToTokenPool
@@ -118,7 +118,7 @@ class SharedAllocator(KVQuantAllocator):
 
 
 class SharedBudget(PrefillBudget):
-    """What one prefill batch may take: page ids, and the memory of its pages and of its new requests' windows.
+    """Limits of one prefill batch: page ids, and the memory of its pages and of its new requests' windows.
 
     SGLang counts tokens. A window counts as the tokens whose records take the same memory.
     """

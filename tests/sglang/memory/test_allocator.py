@@ -13,7 +13,7 @@ from sglang_kvq.constants import EVENT_FREE
 from sglang_kvq.constants import PAGE_SIZE as P
 from sglang_kvq.formats.page import PageFormat
 from sglang_kvq.sglang import runtime
-from sglang_kvq.sglang.memory.allocator import build_allocator
+from sglang_kvq.sglang.memory.build import build_allocator
 from sglang_kvq.sglang.memory.pool import KVQuantPool
 
 PAGES = 40

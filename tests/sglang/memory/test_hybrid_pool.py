@@ -12,7 +12,7 @@ from sglang_kvq.config import KVQuantConfig
 from sglang_kvq.constants import PAGE_SIZE as P
 from sglang_kvq.formats.page import PageFormat
 from sglang_kvq.sglang import checks, runtime
-from sglang_kvq.sglang.memory.allocator import build_allocator
+from sglang_kvq.sglang.memory.build import build_allocator
 from sglang_kvq.sglang.memory.pool import KVQuantPool, build_hybrid_linear_kv_pool, quantized_pool
 from sglang_kvq.sglang.runtime import CONFIG_ATTRIBUTE
 

@@ -18,7 +18,7 @@ from sglang_kvq.formats.page import PageFormat
 from sglang_kvq.releases import NEW_TREE_RELEASES
 from sglang_kvq.sglang import compat, runtime
 from sglang_kvq.sglang.memory import capacity
-from sglang_kvq.sglang.memory.allocator import build_allocator
+from sglang_kvq.sglang.memory.build import build_allocator
 from sglang_kvq.sglang.memory.pool import KVQuantPool, describe_windows
 
 pytestmark = pytest.mark.skipif(version("sglang") not in NEW_TREE_RELEASES, reason="older releases divide it once")

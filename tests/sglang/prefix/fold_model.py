@@ -40,7 +40,7 @@ class FoldModel(TreeModel):
     def __post_init__(self) -> None:
         from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 
-        from sglang_kvq.sglang.memory.allocator import build_allocator
+        from sglang_kvq.sglang.memory.build import build_allocator
         from sglang_kvq.sglang.memory.pool import KVQuantPool
 
         rows = ReqToTokenPool(

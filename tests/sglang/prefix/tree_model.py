@@ -61,7 +61,7 @@ class TreeModel(Model):
     def __post_init__(self) -> None:
         from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
 
-        from sglang_kvq.sglang.memory.allocator import build_allocator
+        from sglang_kvq.sglang.memory.build import build_allocator
         from sglang_kvq.sglang.memory.pool import KVQuantPool
 
         rows = HybridReqToTokenPool(

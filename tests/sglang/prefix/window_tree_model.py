@@ -45,7 +45,7 @@ class WindowTreeModel(TreeModel):
         from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
         from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
-        from sglang_kvq.sglang.memory.allocator import build_allocator
+        from sglang_kvq.sglang.memory.build import build_allocator
         from sglang_kvq.sglang.memory.window_pool import build_hybrid_swa_kv_pool
 
         rows = ReqToTokenPool(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sglang_kvq.cache.arena import Arena
+from sglang_kvq.cache.shared.arena import Arena
 
 #: Share of the memory that BF16 pages keep from cached prefixes: windows of requests that ended, which come back.
 FLOOR = 0.1

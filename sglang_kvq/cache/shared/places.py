@@ -1,7 +1,7 @@
-"""Which pages of a shared memory SGLang's page ids have: a table, and a stack of free pages; all on the device.
+"""Pages of SGLang's page ids in a shared memory: a table, and a stack of free pages; all on the device.
 
 An id gets a page when it leaves the allocator and gives it back when it returns, so what an id's tokens lie in may move
-in between. The scheduler counts ids in use and never uses more than there are pages (``cache.split``).
+in between. The scheduler counts ids in use and never uses more than there are pages (``cache.shared.split``).
 
 This is the reference implementation. ``kernels.tiers.events`` does the same for allocated and freed ids.
 """
