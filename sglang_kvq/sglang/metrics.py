@@ -63,12 +63,12 @@ class TierMetrics:
         self.page_bytes = layout.geometry.page_bytes, layout.geometry.slot_bytes
         self.pool_bytes = per_tier("pool_bytes", "Bytes of a tier of the KV cache.")
         self.pool_tokens = per_tier("pool_tokens", "Tokens that a tier of the KV cache can hold.")
-        self.split = state.split
+        self.split, self.admits_another = state.split, state.admits_another
         self._publish_sizes()
         self.held_tokens = per_tier("held_tokens", "Tokens of the pages that a tier holds; a page may be in both.")
         self.held_bytes = per_tier("held_bytes", "Bytes of the pages that a tier holds.")
         lost = gauge("lost_window_pages", "Window pages of running requests that are read in few bits, not in BF16.")
-        held_back = gauge("held_back_requests", "Requests that wait since no more windows fit into the BF16 pages.")
+        held_back = gauge("held_back_requests", "Requests that wait since no more windows fit.")
         self.lost_pages, self.held_back = lost.labels(**labels), held_back.labels(**labels)
         self.counters = [
             counter("quantized_pages", "Pages quantized since the server started.").labels(**labels),
@@ -97,7 +97,8 @@ class TierMetrics:
         Args:
             running, queued: requests.
         """
-        self.held_back.set(queued if running >= self.layout.max_requests else 0)
+        full = running >= self.layout.max_requests or (self.admits_another is not None and not self.admits_another())
+        self.held_back.set(queued if full else 0)
         if self.split is not None:
             self._publish_sizes()
         if self.host is not None and self.damaged is not None:

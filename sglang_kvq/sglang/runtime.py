@@ -118,7 +118,8 @@ class Runtime:
 
     Attributes:
         layer_ids: the model's numbers of the layers in the cache, in its order; others keep their state elsewhere.
-        split: the boundary in a shared memory; None otherwise.
+        split, admits_another: the boundary in a shared memory, and whether another request's window fits; None
+            otherwise.
         budget_slots: BF16 pages that ``--kv-quant-bf16-budget`` pays for, in a memory that is divided once.
         shared: what requests take of a memory that records and BF16 pages share, of ``budget_bytes``; None otherwise.
         tiers: None until the attention backend exists.
@@ -144,6 +145,7 @@ class Runtime:
     pages: PagePool = field(init=False)
     allocator: Checkable = field(init=False)
     split: Split | None = None
+    admits_another: Callable[[], bool] | None = None
     tiers: TierManager | None = None
     windows: WindowLayers | None = None
     host: HostPages | None = None

@@ -59,7 +59,7 @@ def build_allocator(
 
         tokens = sizes.max_total_num_tokens
         shared = SharedAllocator(tokens, kvcache=token_to_kv_pool, layout=layout, rows=req_to_token_pool, **common)
-        state.allocator, state.split = shared, shared.split
+        state.allocator, state.split, state.admits_another = shared, shared.split, shared.admits_another
         return shared
     kind = KVQuantCpuAllocator if in_torch else KVQuantAllocator
     has_windows = state.windows is not None

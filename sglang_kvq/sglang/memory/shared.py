@@ -24,10 +24,13 @@ class SharedAllocator(KVQuantAllocator):
     free, because SGLang's checks for leaks add it up.
     """
 
+    #: SGLang's prefix cache, once it has admitted a request.
+    tree: Any
+
     def __init__(self, *args: Any, layout: MemoryLayout, rows: ReqToTokenPool, **more: Any) -> None:
         if layout.arena is None or layout.windows is None:
             raise ValueError("a memory that is divided once")
-        self.split, self.rows = Split(layout.arena, layout.windows), rows
+        self.split, self.rows, self.tree = Split(layout.arena, layout.windows), rows, None
         super().__init__(*args, **more)
 
     @property
@@ -44,9 +47,15 @@ class SharedAllocator(KVQuantAllocator):
         """Returns how many more pages fit beside the running requests, whose windows may shrink."""
         return self.split.room(self.running) - self.used
 
+    def admits_another(self) -> bool:
+        """Tells if the window of another request fits beside the pages in use, if all cached ones give way."""
+        cached = 0 if self.tree is None else self.tree.evictable_size() // self.page_size
+        return bool(self.split.room(self.running + 1) >= self.used - cached)
+
     # -- what SGLang asks ------------------------------------------------------------------------
 
     def create_prefill_budget(self, tree_cache: Any, *, num_mixed_decode_tokens: int = 0) -> PrefillBudget:
+        self.tree = tree_cache
         return SharedBudget(self, tree_cache, num_mixed_decode_tokens=num_mixed_decode_tokens)
 
     def evict_to_free_tokens(self, tree_cache: Any, num_tokens: int) -> bool | None:
@@ -54,9 +63,9 @@ class SharedAllocator(KVQuantAllocator):
         if tree_cache is None or not tree_cache.supports_prefix_sharing():
             return None
         pages = self.used + math.ceil(num_tokens / self.page_size)
-        excess = max(self.split.excess(pages, self.running), pages - int(self.num_pages))
-        if excess > 0:
-            tree_cache.evict_for_alloc(EvictParams(num_tokens=excess * self.page_size))
+        excess = max(self.split.excess(pages, self.running), pages - int(self.num_pages)) * self.page_size
+        if (evicted := min(excess, tree_cache.evictable_size())) > 0:
+            tree_cache.evict_for_alloc(EvictParams(num_tokens=evicted))
         return None
 
     def check_decode_capacity(

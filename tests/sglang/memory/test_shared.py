@@ -142,6 +142,11 @@ def test_as_many_run_as_the_layout_says(server):
     assert many.layout.max_requests - 4 <= admitted <= many.layout.max_requests
     assert admitted > 3 * many.layout.slots * 0.1 / CONFIG.slots_per_request, "what a tenth of the memory admits"
     assert many.allocator.room() < 15, "a window in pages, the request's own and one for rounding"
+    held = many.allocator.used
+    many.allocator.alloc((many.allocator.room() - 2) * P)
+    assert not many.allocator.admits_another()
+    many.tree.pages = list(range(many.allocator.used - held + 2))
+    assert many.allocator.admits_another(), "cached pages give way"
 
 
 @pytest.mark.parametrize("seed", range(4))
