@@ -70,7 +70,7 @@ def test_random_schedules_of_a_shared_memory(seed, monkeypatch):
     rng = random.Random(620 + seed)
     model = shared_model(rng, manager=TwinTierManager, overlap=True)
     driver = Driver(model, rng)
-    driver.run(60)
+    driver.run(35)
     driver.finish()
     assert model.tiers.plans > 15 and model.tiers.quantized > 5 and model.moved > 5
 
