@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 #: A page's bytes are an odd multiple of this. With multiples of larger powers of two, equal parts of consecutive pages
-#: lie in few of a GPU's memory channels, and reading them is a tenth slower.
+#: lie in few of a GPU's memory channels.
 _STEP = 256
 
 
