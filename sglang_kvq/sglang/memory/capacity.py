@@ -30,6 +30,10 @@ from sglang_kvq.sglang.disaggregation.staging import entries_for, staging_bytes
 from sglang_kvq.sglang.runtime import config_of, logger
 from sglang_kvq.sglang.types import Configurator, ModelConfig, Original
 
+#: Largest size of SGLang's table of rows, as a share of the cache's memory, unless ``--max-running-requests`` sets its rows;
+#: and its fewest rows.
+_ROWS_SHARE, _LEAST_ROWS = 1 / 32, 64
+
 
 def compute_cell_size(original: Original, self: Configurator, kvc: Configurator, num_layers: int) -> int:
     """AROUND ``DefaultPoolConfigurator._compute_cell_size``: bytes of one token, all layers."""
@@ -139,6 +143,11 @@ def resolve_max_num_reqs(original: Original, self: Configurator, token_capacity:
         layout = _layout(self, state, token_capacity // PAGE_SIZE, requests)
     except KVQuantError as error:  # here nothing but SystemExit ends the process without SGLang's traceback
         raise SystemExit(f"sglang-kvq: {error}") from None
+    if state.shared is not None and self.server_args.max_running_requests is None:
+        # A memory that is divided once has few rows. Thousands of a million tokens each would not fit beside this one.
+        rows = max(int(state.budget_bytes * _ROWS_SHARE) // (4 * self.model_config.context_len), _LEAST_ROWS)
+        most, whole = (min(rows, n) for n in (layout.max_requests, layout.whole_windows))
+        layout = replace(layout, max_requests=most, whole_windows=whole)
     state.layout = layout
     if self.server_args.max_running_requests is not None and layout.max_requests < requests:
         why = "" if layout.arena else f" and --kv-quant-bf16-budget {state.config.bf16_share} holds {layout.slots}"

@@ -20,6 +20,7 @@ from sglang_kvq.sglang import compat, runtime
 from sglang_kvq.sglang.memory import capacity
 from sglang_kvq.sglang.memory.build import build_allocator
 from sglang_kvq.sglang.memory.pool import KVQuantPool, describe_windows
+from sglang_kvq.sglang.runtime import attach
 
 pytestmark = pytest.mark.skipif(version("sglang") not in NEW_TREE_RELEASES, reason="older releases divide it once")
 
@@ -235,6 +236,21 @@ def test_a_smaller_cache_has_room_for_some_requests():
     )
     few = share(GEOMETRY, windows, pages=10, budget_bytes=1 << 30, wanted=2)
     assert few.slots < layout.slots and few.total_bytes < layout.total_bytes < 1 << 30
+
+
+@pytest.mark.parametrize(("context", "given", "rows"), [(4096, None, 2048), (1 << 20, None, 64), (1 << 20, 512, 512)])
+def test_rows_of_long_contexts_are_few_unless_asked_for(monkeypatch, context, given, rows):
+    """SGLang's table has four bytes for every token of every row: 8 GB of 2,048 rows of a million."""
+    state = runtime.Runtime(CONFIG, GEOMETRY, (0,))
+    state.shared, state.budget_bytes = window_slots(CONFIG, BATCH), 1 << 30
+    monkeypatch.setattr(runtime, "_current", state)
+    args = SimpleNamespace(max_running_requests=given)
+    attach(CONFIG, args)
+    worker = SimpleNamespace(server_args=args, attn_dp_size=1, model_config=SimpleNamespace(context_len=context))
+    pages = ((1 << 30) - shared_reserve(GEOMETRY, state.shared)) // GEOMETRY.shared_page_bytes
+    found = capacity.resolve_max_num_reqs(lambda self, tokens: given or 2048, worker, pages * P)
+    assert found == min(rows, state.layout.max_requests) and state.layout.pages == pages
+    assert given or state.layout.max_requests == found or context == 4096
 
 
 def configurator(**args):
