@@ -30,8 +30,8 @@ from sglang_kvq.sglang.disaggregation.staging import entries_for, staging_bytes
 from sglang_kvq.sglang.runtime import config_of, logger
 from sglang_kvq.sglang.types import Configurator, ModelConfig, Original
 
-#: Largest size of SGLang's table of rows, as a share of the cache's memory, unless ``--max-running-requests`` sets its rows;
-#: and its fewest rows.
+#: Largest share of the cache's memory that SGLang's table of rows may take, and its fewest rows, unless
+#: ``--max-running-requests`` sets them.
 _ROWS_SHARE, _LEAST_ROWS = 1 / 32, 64
 
 
