@@ -14,6 +14,7 @@ from sglang_kvq.cli import app
 from sglang_kvq.config import KVQuantConfig
 from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.errors import KVQuantError
+from sglang_kvq.releases import NEW_TREE
 from sglang_kvq.sglang import checks, compat, runtime
 from sglang_kvq.sglang.doctor import model as doctor_model
 from sglang_kvq.sglang.memory import capacity
@@ -55,12 +56,16 @@ def test_model_that_is_served():
 
 
 def test_tokens_are_those_that_a_server_had():
-    """Of the H200 in serving_h200.json, whose KV memory was what BF16's tokens take."""
-    rows = json.loads((ROOT / "benchmarks" / "results" / "serving_h200.json").read_text())["rows"]
-    row = next(row for row in rows if row["scenario"] == "capacity")
-    found = answer(QWEN3, "--memory", str(row["none"] * 147456 / 2**30))
-    assert found["tokens_bf16"] == pytest.approx(row["none"], rel=1e-3)
-    assert found["tokens"] == pytest.approx(row["oscar"], rel=2e-3)
+    """Of servers whose KV memory was what BF16's tokens take; an H100's memory is shared, an H200's divided once."""
+    if compat.applies(NEW_TREE, compat.sglang_version()):
+        rows = json.loads((ROOT / "benchmarks" / "results" / "serving_shared_h100.json").read_text())["rows"]
+        plain, ours = (next(row["cache_tokens"] for row in rows if row["method"] == name) for name in ("none", "oscar"))
+    else:
+        rows = json.loads((ROOT / "benchmarks" / "results" / "serving_h200.json").read_text())["rows"]
+        plain, ours = next((row["none"], row["oscar"]) for row in rows if row["scenario"] == "capacity")
+    found = answer(QWEN3, "--memory", str(plain * 147456 / 2**30))
+    assert found["tokens_bf16"] == pytest.approx(plain, rel=1e-3)
+    assert found["tokens"] == pytest.approx(ours, rel=1.5e-2)  # the H100's servers found a hundredth more or less free
 
 
 def test_tokens_are_those_of_the_servers_hooks(monkeypatch):
@@ -84,7 +89,8 @@ def test_workers_share_the_heads():
     alone, shared = answer(QWEN3, "--memory", "10"), answer(QWEN3, "--memory", "10", "--tp", "4")
     assert (shared["query_heads"], shared["kv_heads"]) == (8, 2)
     assert shared["bytes_quantized"] == alone["bytes_quantized"] / 4
-    assert shared["tokens"] == pytest.approx(4 * alone["tokens"], rel=1e-2)
+    # In a shared memory the BF16 pages that a prefill batch may write come off first; each takes a quarter here.
+    assert 0.99 < shared["tokens"] / (4 * alone["tokens"]) < 1.12
     assert "--tp 4" in shared["command"]
 
 
