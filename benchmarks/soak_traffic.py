@@ -54,7 +54,7 @@ class Scale:
 
 @dataclass
 class Answer:
-    """What one request got: to be compared with the same tokens forced.
+    """Answer to one request, to be compared with the same tokens forced.
 
     Attributes:
         turns: lengths of a conversation's earlier prompts, with which this one begins.

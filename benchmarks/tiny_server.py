@@ -133,7 +133,7 @@ class TinyServer(Server):
         return self.info().get("internal_states", [])
 
     def held_when_empty(self) -> list[str]:
-        """What is still in use although nothing runs and the cache was flushed; [] is what should be."""
+        """Everything still in use although nothing runs and the cache was flushed; it should be []."""
         empty(self)
         return self.held()
 

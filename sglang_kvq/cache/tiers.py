@@ -251,7 +251,7 @@ class TierManager:
         stored, touched = (seq_lens - count, seq_lens) if prefix_lens is None else (prefix_lens, prefix_lens)
         self.apply_pending()
         self.steps += 1
-        direct_pages = self._pages_of(direct_ids)
+        direct_pages = None if direct_ids is None else self._pages_of(direct_ids)
         live = rows > 0
         self.row_len[rows] = torch.where(live, seq_lens, 0)
         # Touch the pages that this batch reads first: its old window must then give way last.
@@ -274,9 +274,9 @@ class TierManager:
             self.restore_pages(restored)
         return direct_pages
 
-    def _pages_of(self, ids: torch.Tensor | None) -> torch.Tensor | None:
+    def _pages_of(self, ids: torch.Tensor) -> torch.Tensor:
         """Returns the pages of page ids int64 ``[n]``."""
-        return ids if ids is None or self.places is None else self.pool.places[ids].long()
+        return ids if self.places is None else self.pool.places[ids].long()
 
     def apply_now(self) -> None:
         """Applies pending events between plans, on the stream that runs the layers; the next decode step is planned.
@@ -296,7 +296,7 @@ class TierManager:
             elif isinstance(event, FreedPages):
                 self._apply_free(event.pages)
             elif isinstance(event, MovedBF16Pages):
-                self._apply_move(*(self.pool.places[ids].long() for ids in event))
+                self._apply_move(*map(self._pages_of, event))
             elif isinstance(event, Fill):
                 self._apply_fill(event)
             else:
@@ -321,7 +321,7 @@ class TierManager:
         self.pool.page_slot[0].fill_(0)
 
     def _apply_free(self, ids: torch.Tensor) -> None:
-        pages = self.pool.places[ids].long()
+        pages = self._pages_of(ids)
         if self.places is not None:
             self.places.free(ids)
         slots = self.pool.page_slot[pages].clamp(min=0).long()
@@ -355,7 +355,7 @@ class TierManager:
 
     def _apply_copy(self, event: CopiedPages) -> None:
         """Copies records now, so that a copy never needs its source again; keeps BF16 copies for ``_place_copies``."""
-        source, target = (self.pool.places[ids].long() for ids in (event.source, event.target))
+        source, target = self._pages_of(event.source), self._pages_of(event.target)
         windows = event.windows
         slots = self._record_sources(source)
         for records in self.pool.records:
@@ -364,7 +364,7 @@ class TierManager:
 
     def _apply_fold(self, event: FoldedPages) -> None:
         """Moves chosen tokens' records; keeps the BF16 pages of whole pages for ``_place_copies``."""
-        source, target = (self.pool.places[ids].long() for ids in (event.source, event.target))
+        source, target = self._pages_of(event.source), self._pages_of(event.target)
         tokens, sinks = event.tokens, event.sinks
         slots = self._record_sources(source)
         inside = (tokens >= 0) & (tokens < len(source) * P)

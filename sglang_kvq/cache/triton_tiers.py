@@ -115,7 +115,7 @@ class TritonTierManager(TierManager):
     ) -> torch.Tensor | None:
         self.apply_pending()
         self.steps += 1
-        direct_pages = self._pages_of(direct_ids)
+        direct_pages = None if direct_ids is None else self._pages_of(direct_ids)
         tables, found = self.tables, self.tables.arguments
         restored = None
         if self.sink_cache is not None and prefix_lens is not None:

@@ -146,7 +146,7 @@ def test_what_is_held_when_drained_is_counted(run):
 
 
 class Reader(FakeServer):
-    """What it has read before in pieces, it reads less exactly; a piece counts only if others came after it."""
+    """A prompt read before in pieces is read less exactly; a piece counts only if others came after it."""
 
     def __init__(self) -> None:
         super().__init__()

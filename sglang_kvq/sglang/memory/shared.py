@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -77,10 +78,8 @@ class SharedAllocator(KVQuantAllocator):
     # -- page ids --------------------------------------------------------------------------------
 
     def alloc(self, need_size: int) -> torch.Tensor | None:
-        if not self._divide(need_size // self.page_size):
-            return None
-        before = self.free_pages
-        return self._allocated(before, super().alloc(need_size))
+        give = super().alloc
+        return self._hand_out(need_size // self.page_size, lambda: give(need_size))
 
     def alloc_extend(
         self,
@@ -96,19 +95,14 @@ class SharedAllocator(KVQuantAllocator):
             num_new_pages = get_num_new_pages(
                 seq_lens=seq_lens_cpu, page_size=self.page_size, prefix_lens=prefix_lens_cpu
             )
-        if not self._divide(num_new_pages):
-            return None
-        before = self.free_pages
-        lens = (prefix_lens, prefix_lens_cpu, seq_lens, seq_lens_cpu)
-        return self._allocated(before, super().alloc_extend(*lens, last_loc, extend_num_tokens, num_new_pages))
+        give, lens = super().alloc_extend, (prefix_lens, prefix_lens_cpu, seq_lens, seq_lens_cpu)
+        return self._hand_out(num_new_pages, lambda: give(*lens, last_loc, extend_num_tokens, num_new_pages))
 
     def alloc_decode(
         self, seq_lens: torch.Tensor, seq_lens_cpu: torch.Tensor, last_loc: torch.Tensor
     ) -> torch.Tensor | None:
-        if not self._divide(get_num_new_pages(seq_lens=seq_lens_cpu, page_size=self.page_size, decode=True)):
-            return None
-        before = self.free_pages
-        return self._allocated(before, super().alloc_decode(seq_lens, seq_lens_cpu, last_loc))
+        give, pages = super().alloc_decode, get_num_new_pages(seq_lens_cpu, page_size=self.page_size, decode=True)
+        return self._hand_out(pages, lambda: give(seq_lens, seq_lens_cpu, last_loc))
 
     def _divide(self, more: int) -> bool:
         """Moves the boundary for so many more pages; False if they do not fit beside the running requests."""
@@ -118,11 +112,14 @@ class SharedAllocator(KVQuantAllocator):
             runtime.live_tiers().pending.move_boundary(self.split.first_slot)
         return fits
 
-    def _allocated(self, before: torch.Tensor, locations: torch.Tensor | None) -> torch.Tensor | None:
-        """Records the ids that left the head of the list ``before``; returns the locations."""
-        taken = len(before) - len(self.free_pages)
-        if locations is not None and taken:
-            runtime.live_tiers().pending.allocate_pages(before[:taken].clone())
+    def _hand_out(self, pages: int, give: Callable[[], torch.Tensor | None]) -> torch.Tensor | None:
+        """Returns locations in so many new pages, by ``give``, and records their ids; None if they do not fit."""
+        if not self._divide(pages):
+            return None
+        before = self.free_pages
+        locations = give()
+        if locations is not None:  # ids leave the head of the list
+            runtime.live_tiers().pending.allocate_pages(before[: len(before) - len(self.free_pages)].clone())
         return locations
 
 

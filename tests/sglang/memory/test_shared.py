@@ -85,7 +85,7 @@ class Server:
         return self.allocator.create_prefill_budget(self.tree)
 
     def admits(self, budget, tokens: int, answer: int) -> bool:
-        """As ``PrefillAdder.add_one_req`` asks for one request."""
+        """Asks for one request like ``PrefillAdder.add_one_req``."""
         more = {"max_new_tokens": answer, "input_tokens": tokens, "swa_host_hit_length": 0}
         total = tokens + answer + P
         fits, _ = budget.check_prefill(extend_input_len=tokens, total_tokens=total, chunk_limit=None, **more)
