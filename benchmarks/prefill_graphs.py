@@ -2,7 +2,7 @@
 
     python benchmarks/prefill_graphs.py --out benchmarks/results/prefill_graphs_h100.json
     python benchmarks/prefill_graphs.py --layers 8 --out FILE     # a small model: launches are most of the time
-    python benchmarks/prefill_graphs.py --ours --out FILE         # and --kv-quant with graphs, once it serves them
+    python benchmarks/prefill_graphs.py --plain-backend triton --out FILE
 
 Qwen3-8B's geometry (``--model`` takes another of ``benchmarks/models``) with dummy weights: nothing is downloaded.
 Servers run one after the other on one GPU and differ in the flags of ``SERVERS`` only. Prompts are random and share no
@@ -10,11 +10,9 @@ prefix.
 
 ttft_TxN        ms to the first token of N prompts of T tokens that arrive at once: the median of the later half of
                 twenty rounds, of each round's slowest.
-logprobs        with --ours: the mean and the largest difference of log-probabilities of a tiny model's prompts, with
-                and without graphs (``difference``), and of two servings without (``noise``). The command fails if the
-                first is above three times the second, and above what rounding moves.
-
-docs/notes/prefill-graphs.md says what serving with graphs needs.
+logprobs        the mean and the largest difference of log-probabilities of a tiny model's prompts with ``--kv-quant``,
+                with and without graphs (``difference``), and of two servings without (``noise``). The command fails if
+                the first is above three times the second, and above what rounding moves.
 """
 
 from __future__ import annotations
@@ -39,13 +37,7 @@ from launch.server import Server
 TOKENS, AT_ONCE, ROUNDS = (64, 128, 256, 512, 1024), (1, 8), 20
 #: A server's flags by its name; ours also has rotations.
 GRAPHS, NO_GRAPHS = ("--cuda-graph-backend-prefill", "breakable"), ("--disable-prefill-cuda-graph",)
-PLAIN = ("--attention-backend", "flashinfer")
-SERVERS = {
-    "plain": (*PLAIN, *GRAPHS),
-    "plain_eager": (*PLAIN, *NO_GRAPHS),
-    "oscar_eager": ("--kv-quant", "oscar"),
-    "oscar": ("--kv-quant", "oscar", *GRAPHS),
-}
+SERVERS = {"plain": GRAPHS, "plain_eager": NO_GRAPHS, "oscar": GRAPHS, "oscar_eager": NO_GRAPHS}
 #: Prompts of the tiny model: within windows, with a history, and several at once.
 CHECKED = (70, 300, 1000, 1500)
 ROUNDING = 0.04
@@ -78,7 +70,7 @@ def logprobs(folder: Path, flags: tuple[str, ...]) -> list[list[float]]:
 
 def compare(folder: Path) -> dict:
     """The row ``logprobs``."""
-    graphs, eager = logprobs(folder, GRAPHS), logprobs(folder, ())
+    graphs, eager = logprobs(folder, GRAPHS), logprobs(folder, NO_GRAPHS)
     half = len(CHECKED)
     noise = _difference(eager[:half], eager[half:])
     found, bound = _difference(graphs, eager), Bound.above([noise], 3, ROUNDING)
@@ -101,7 +93,7 @@ def main() -> None:
     parser.add_argument("--out", required=True, type=Path, help="JSON file; its rows of other scenarios stay")
     parser.add_argument("--model", type=existing_folder, default=MODEL, help="another of benchmarks/models")
     parser.add_argument("--layers", type=int, help="only so many of the model's")
-    parser.add_argument("--ours", action="store_true", help="also --kv-quant with graphs, which must be served")
+    parser.add_argument("--plain-backend", default="flashinfer", help="--attention-backend of plain SGLang")
     args = parser.parse_args()
     geometry, cut = geometry_and_flags(args.model, args.layers)
     flags = [*FLAGS, *cut, "--context-length", "4096", "--chunked-prefill-size", "8192", "--mem-fraction-static", "0.7"]
@@ -111,19 +103,19 @@ def main() -> None:
         folder = Path(temporary)
         rotations = random_rotations(folder / "rotations", *geometry)
         for name, own in SERVERS.items():
-            if name == "oscar" and not args.ours:
-                continue
-            more = ("--kv-quant-rotations", str(rotations)) if "--kv-quant" in own else ()
+            if name.startswith("plain"):
+                more = ("--attention-backend", args.plain_backend)
+            else:
+                more = ("--kv-quant", "oscar", "--kv-quant-rotations", str(rotations))
             with Server(args.model, *flags, *own, *more, cpu=False, log_path=folder / f"{name}.log") as server:
                 client = Client(server, VOCABULARY, geometry.layers)
                 for scenario, ms in times(client):
                     rows.setdefault(scenario, {"scenario": scenario, "unit": "ms"})[name] = round(ms, 3)
                     print(f"{name:12} {scenario:14} {ms:8.2f} ms", flush=True)
-        if args.ours:
-            rows["logprobs"] = compare(folder)
-            print(rows["logprobs"], flush=True)
+        rows["logprobs"] = compare(folder)
+        print(rows["logprobs"], flush=True)
     record.merge(args.out, "prefill_graphs", list(rows.values()), key="scenario")
-    if not rows.get("logprobs", {"passed": True})["passed"]:
+    if not rows["logprobs"]["passed"]:
         raise SystemExit("log-probabilities with graphs differ from those without by more than rounding")
 
 

@@ -161,10 +161,11 @@ def check_flags(values: Mapping[str, Any], device: str) -> None:
         if values.get(field) not in (None, ours):
             flag = "--" + field.replace("_", "-")
             found.append(f"{flag} {values[field]}: --kv-quant brings its own; leave the flag out.")
-    if str(values.get("cuda_graph_backend_prefill") or "disabled").rpartition(".")[2].lower() != "disabled":
+    graphs = str(values.get("cuda_graph_backend_prefill") or "disabled").rpartition(".")[2].lower()
+    if graphs not in (served := compat.prefill_graphs(device)):
         found.append(
-            f"--cuda-graph-backend-prefill {values['cuda_graph_backend_prefill']}: prefill runs without CUDA graphs; "
-            "leave the flag out."
+            f"--cuda-graph-backend-prefill {values['cuda_graph_backend_prefill']}: with this SGLang and device it may "
+            f"be {' or '.join(served)}; leave the flag out."
         )
     chunk = values.get("chunked_prefill_size") or -1
     if chunk > 0 and chunk % PAGE_SIZE:
@@ -236,7 +237,8 @@ def check_resolved(server_args: ServerArgs, config: KVQuantConfig) -> None:
         if value not in wanted:
             found.append(f"{field}={value} (set by SGLang for this model): --kv-quant needs {wanted[-1]}.")
     if graphs is not None:
-        for phase, allowed in ((graphs.prefill, ("disabled",)), (graphs.decode, ("disabled", "full"))):
+        prefill, decode = compat.prefill_graphs(device), ("disabled", "full")
+        for phase, allowed in ((graphs.prefill, prefill), (graphs.decode, decode)):
             name = getattr(phase.backend, "value", phase.backend)
             if name not in allowed:
                 found.append(f"a CUDA graph backend {name} (cuda_graph_config): use {' or '.join(allowed)}.")

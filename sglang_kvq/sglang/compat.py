@@ -9,7 +9,7 @@ from typing import Any
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from sglang_kvq.releases import SUPPORTED
+from sglang_kvq.releases import NEW_TREE, SUPPORTED
 from sglang_kvq.sglang.types import ModelConfig, ServerArgs
 
 
@@ -33,6 +33,15 @@ def resolved(server_args: ServerArgs, field: str, default: Any = None) -> Any:
     if result is None:
         return getattr(server_args, field, default)
     return result(server_args, field, default)
+
+
+def prefill_graphs(device: str) -> tuple[str, ...]:
+    """Returns the backends of CUDA graphs for prefill that are served, by SGLang's names.
+
+    ``breakable`` leaves attention out of its graphs. The others would freeze a batch's plan.
+    """
+    served = device == "cuda" and applies(NEW_TREE, sglang_version())
+    return ("disabled", "breakable") if served else ("disabled",)
 
 
 def prefill_chunk(server_args: ServerArgs) -> int | None:

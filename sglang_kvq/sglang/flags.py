@@ -170,15 +170,16 @@ def parse_config(values: Mapping[str, Any]) -> KVQuantConfig | None:
     return KVQuantConfig(**given, episodic=episodic)
 
 
-def complete(values: MutableMapping[str, Any], device: str) -> None:
+def complete(values: MutableMapping[str, Any], config: KVQuantConfig, device: str) -> None:
     """Sets the SGLang settings that ``--kv-quant`` implies. ``checks.check_flags`` has refused other choices."""
     values["page_size"] = PAGE_SIZE
     values["attention_backend"] = compat.attention_backend(device)
     # At "auto" SGLang takes FP8 from checkpoints that ask for it (ModelOpt's kv_cache_quant_algo), once loaded.
     values["kv_cache_dtype"] = "bfloat16"
-    # A prefill graph would freeze a batch's layout; decode graphs stay.
-    values["disable_prefill_cuda_graph"] = True
-    values["cuda_graph_backend_prefill"] = None
+    # A calibration would count the made-up batches that graphs are captured with.
+    if config.capture or len(compat.prefill_graphs(device)) == 1:
+        values["disable_prefill_cuda_graph"] = True
+        values["cuda_graph_backend_prefill"] = None
     # Else every scrape and every probe is a line of the log.
     values["uvicorn_access_log_exclude_prefixes"] = values.get("uvicorn_access_log_exclude_prefixes") or [*UNLOGGED]
 
@@ -198,7 +199,7 @@ def prepare(values: MutableMapping[str, Any]) -> KVQuantConfig | None:
         device = checks.device_of(values)
         checks.check_flags(values, device)
         checks.check_named_model(values, config)
-        complete(values, device)
+        complete(values, config, device)
     return config
 
 

@@ -400,6 +400,9 @@ _SCHEDULER: tuple[Hook, ...] = (
          "attention.worker:create_backend", "attention on a GPU"),
     backend("layers.attention.attention_registry.ATTENTION_BACKENDS.torch_native",
          "attention.worker:create_backend", "attention on a CPU"),
+    around("model_executor.runner.prefill_cuda_graph_runner.PrefillCudaGraphRunner."
+           "_init_forward_metadata_for_capture(forward_batch, shape_key)",
+           "attention.backend:around_capture_plan", "the requests of a capture are padding", only=NEW_TREE),
     subclass(f"{_BACKEND}.init_forward_metadata_out_graph(forward_batch, in_capture)", "plans a batch"),
     subclass(f"{_BACKEND}.init_cuda_graph_state(max_bs, max_num_tokens)", "CUDA graphs"),
     subclass(f"{_BACKEND}.update_verify_buffers_to_fill_after_draft(spec_info, cuda_graph_bs)", "verifies drafts"),

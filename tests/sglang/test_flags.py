@@ -8,7 +8,8 @@ import pytest
 from sglang_kvq.config import KVQuantConfig
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.methods import METHOD_NAMES
-from sglang_kvq.sglang import compat, flags
+from sglang_kvq.releases import NEW_TREE
+from sglang_kvq.sglang import checks, compat, flags
 from sglang_kvq.sglang.runtime import config_of
 
 
@@ -110,6 +111,25 @@ def test_implied_settings_survive_sglangs_own_resolution(command_line):
     assert compat.resolved(server_args, "kv_cache_dtype") == "bfloat16"
     prefill = compat.resolved(server_args, "cuda_graph_config").prefill.backend
     assert getattr(prefill, "value", prefill) == "disabled"
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_prefill_graphs_are_those_between_which_attention_runs(device):
+    """From SGLang 0.5.22 on a GPU; what it chooses by itself stays."""
+    served = device == "cuda" and compat.applies(NEW_TREE, compat.sglang_version())
+    for named in (None, "disabled", "breakable", "full", "tc_piecewise"):
+        values = {"kv_quant": "hadamard", "cuda_graph_backend_prefill": named, "disable_prefill_cuda_graph": False}
+        if named in (None, "disabled") or (served and named == "breakable"):
+            checks.check_flags(values, device)
+            flags.complete(values, KVQuantConfig("hadamard"), device)
+            assert values["disable_prefill_cuda_graph"] is not served
+            assert values["cuda_graph_backend_prefill"] == (named if served else None)
+        else:
+            with pytest.raises(KVQuantError, match=f"--cuda-graph-backend-prefill {named}: .* leave the flag out"):
+                checks.check_flags(values, device)
+    values = {"kv_quant": "hadamard"}
+    flags.complete(values, KVQuantConfig("hadamard", capture="/tmp:1:0"), device)
+    assert values["disable_prefill_cuda_graph"]  # a calibration would count made-up batches
 
 
 def test_scrapes_and_probes_are_not_logged_unless_other_paths_are_named(command_line):

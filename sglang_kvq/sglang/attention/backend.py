@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +22,7 @@ from sglang_kvq.sglang.attention import scoring
 from sglang_kvq.sglang.attention.drafts import SeenBuffers, draft_count
 from sglang_kvq.sglang.attention.error_watch import ErrorWatch
 from sglang_kvq.sglang.attention.layers import learned_sinks, own_keys_and_values
-from sglang_kvq.sglang.types import AttentionLayer, ForwardBatch, ReqToTokenPool
+from sglang_kvq.sglang.types import AttentionLayer, ForwardBatch, Original, ReqToTokenPool
 
 
 @dataclass(frozen=True)
@@ -284,3 +285,16 @@ def decoding_requests(prefix_lens: Sequence[int], new_lens: Sequence[int]) -> in
             break
         count += 1
     return count
+
+
+def around_capture_plan(original: Original, self: Any, forward_batch: ForwardBatch, shape_key: Any) -> None:
+    """AROUND ``PrefillCudaGraphRunner._init_forward_metadata_for_capture``: its made-up requests are padding.
+
+    They have rows 0, 1, 2, … A plan would give a length and a window to all but row 0.
+    """
+    if self.model_runner.is_draft_worker:  # its cache is SGLang's
+        original(self, forward_batch, shape_key)
+        return
+    padding = copy.copy(forward_batch)
+    padding.req_pool_indices = torch.zeros_like(forward_batch.req_pool_indices)
+    original(self, padding, shape_key)

@@ -121,14 +121,14 @@ VARIABLES = {
         "SGLANG_ENABLE_PREFILL_WAR_READ_DONE",
         "SGLANG_FORCE_COARSE_WAR_BARRIER",
     ),
-    "a graph in pieces is planned before it like a whole one; check_resolved allows none but whole graphs": (
+    "a graph in pieces is planned before it like a whole one": (
         "SGLANG_USE_BREAKABLE_CUDA_GRAPH",
     ),
 }
 
 #: Flags: by why they are harmless.
 FLAGS = {
-    "check_resolved allows whole graphs for decoding and none for prefill": (
+    "check_resolved allows whole graphs for decoding, and for prefill those between which attention runs": (
         "cuda_graph_backend_decode",
         "cuda_graph_backend_prefill",
         "cuda_graph_config",

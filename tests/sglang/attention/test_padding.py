@@ -126,6 +126,42 @@ def test_a_batch_of_padding_alone_changes_nothing():
     check_integrity(worker.tiers)
 
 
+@pytest.mark.parametrize("requests", [1, 3])
+def test_a_capture_of_a_prefill_graph_changes_nothing(requests):
+    """SGLang makes up its requests, with the rows 0, 1, 2, …, of which 1 and 2 belong to requests here."""
+    from sglang_kvq.sglang.attention.backend import around_capture_plan
+
+    worker = Worker()
+    worker.extend({1: 300, 2: 201}, 501, 0)
+    before, records = worker.tiers.counts(), worker.pool.records[0][1:].clone()
+    pages, lens = worker.pool.row_pages.clone(), worker.tiers.row_len.clone()
+    each = 512 // requests
+    batch = SimpleNamespace(
+        forward_mode=mode("extend"),
+        req_pool_indices=torch.arange(requests),
+        extend_prefix_lens_cpu=[0] * requests,
+        extend_seq_lens_cpu=[each] * requests,
+        out_cache_loc=torch.zeros(each * requests, dtype=torch.int64),
+    )
+    runner = SimpleNamespace(model_runner=SimpleNamespace(is_draft_worker=False))
+    plan = lambda self, batch, key: worker.backend.init_forward_metadata(batch)  # noqa: E731
+    around_capture_plan(plan, runner, batch, shape_key=512)
+    worker.backend.forward_extend(*worker.activations(each * requests, 1), LAYER, batch)
+    assert batch.req_pool_indices.tolist() == list(range(requests))  # graphs read the batch itself
+    assert worker.tiers.counts() == before and torch.equal(worker.pool.records[0][1:], records)
+    assert torch.equal(worker.pool.row_pages, pages) and torch.equal(worker.tiers.row_len, lens)
+    check_integrity(worker.tiers)
+
+
+def test_the_capture_of_a_draft_model_is_sglangs_own():
+    from sglang_kvq.sglang.attention.backend import around_capture_plan
+
+    batch, seen = SimpleNamespace(req_pool_indices=torch.arange(2)), []
+    runner = SimpleNamespace(model_runner=SimpleNamespace(is_draft_worker=True))
+    around_capture_plan(lambda self, given, key: seen.append(given), runner, batch, shape_key=512)
+    assert seen == [batch]
+
+
 def test_graphs_reserve_the_batches_that_they_pad_to():
     """Five running requests and an attention TP of four: graphs are captured for eight rows."""
     worker, reserved = Worker(), []
