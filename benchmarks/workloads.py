@@ -23,6 +23,8 @@ decoding                   requests at once, at most, that had their first token
 running, queued            the same by the server's metrics, which it updates now and then only
 lost_window_pages          the most window pages at once that running requests read in few bits, not in BF16
 goodput_per_s              requests a second whose whole answer met both limits
+ttft_TxN_ms    with --first-tokens, in row ``first tokens, METHOD``: of N prompts of T tokens on an idle server, see
+                           ``benchmarks/prefill_graphs.py``
 completed, cut, waited, unsent   requests with a whole answer; cut by the time; of these without a token; never sent
 """
 
@@ -45,9 +47,11 @@ from benchmarks.bench_serving import servers, stock
 from benchmarks.bench_serving.figure import plot
 from benchmarks.bench_serving.rows import measurements, scenario
 from benchmarks.bench_serving.sampler import Sampler
-from benchmarks.bench_serving.tables import HEAD, bench_rows, line, markdown
+from benchmarks.bench_serving.tables import FIRST_TOKENS, HEAD, bench_rows, line, markdown
 from benchmarks.bench_serving.workloads import TINY, WORKLOADS, Workload, chosen
-from benchmarks.capacity import MODEL, existing_folder, name_of
+from benchmarks.capacity import MODEL, existing_folder, geometry_and_flags, name_of
+from benchmarks.prefill_graphs import times
+from benchmarks.serving import Client
 from launch.server import Server, ServerError
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.evaluation.provenance import without_paths
@@ -119,6 +123,19 @@ def measure(
     }
 
 
+def first_tokens(running: Server, spec: MethodSpec, setup: servers.Setup) -> Row:
+    """Returns the row of the times to the first token of short prompts, each on an idle server."""
+    label, layers = servers.label(spec, setup), geometry_and_flags(setup.model, setup.layers)[0].layers
+    found = times(Client(running, setup.config["vocab_size"], layers))
+    return {
+        "scenario": name_of(setup.model, setup.layers, f"{FIRST_TOKENS}{label}"),
+        "unit": "ms",
+        "method": label,
+        **{f"{name}_ms": round(ms, 2) for name, ms in found},
+        **servers.facts(running, spec),
+    }
+
+
 def options() -> tuple[argparse.ArgumentParser, argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(
         description=__doc__.splitlines()[0], epilog="Words after -- are flags of all servers."
@@ -136,6 +153,7 @@ def options() -> tuple[argparse.ArgumentParser, argparse.Namespace, list[str]]:
     parser.add_argument("--model", type=existing_folder, default=MODEL, help="a folder with a config.json")
     parser.add_argument("--layers", type=int, help="only so many of the model's")
     parser.add_argument("--again", action="store_true", help="measure what the file has, too")
+    parser.add_argument("--first-tokens", action="store_true", help="first of all, those of short prompts")
     parser.add_argument("--tiny", action="store_true", help="workloads in small")
     parser.add_argument("--cpu", action="store_true", help="servers on the CPU engine: only shows that this works")
     parser.add_argument("--logs", type=Path, help="folder for logs; default a temporary one")
@@ -170,7 +188,7 @@ def main() -> None:
         folder = args.logs or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
         context = max(workload.longest for workload in known.values())  # the same, whatever is measured
-        left = [name for job in jobs for name in serve(*job, setup, context, args.out, folder, deadline)]
+        left = [name for job in jobs for name in serve(*job, setup, context, args, folder, deadline)]
     rows = bench_rows(record.read_rows(args.out))
     print("\n".join([HEAD, *map(line, rows)]))
     if rows:
@@ -194,7 +212,7 @@ def serve(
     wanted: Sequence[Workload],
     setup: servers.Setup,
     context: int,
-    out: Path,
+    args: argparse.Namespace,
     folder: Path,
     deadline: float,
 ) -> list[str]:
@@ -217,6 +235,8 @@ def serve(
             servers.warm_up(running, lengths, setup.config["vocab_size"])
             command = shlex.join(map(without_paths, running.command))
             print(f"{label}: ready after {time.monotonic() - begin:.0f} s: {command}")
+            if args.first_tokens:
+                record.merge(args.out, "serving", [first_tokens(running, spec, setup)], key="scenario")
             print(HEAD, flush=True)
             for workload in wanted:
                 if not fits(workload):
@@ -228,7 +248,7 @@ def serve(
                     running.check_alive()
                 else:
                     # After every figure, so that a run cut short keeps what it has.
-                    record.merge(out, "serving", [row], key="scenario")
+                    record.merge(args.out, "serving", [row], key="scenario")
                     print(line(row), flush=True)
                 left.remove(f"{workload.name} of {label}")
     except (KVQuantError, ServerError, OSError) as error:

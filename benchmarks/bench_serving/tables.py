@@ -10,6 +10,7 @@ Row = dict[str, Any]
 NAMES = {"none": "BF16", "fp8": "FP8"}
 ORDER = ("none", "fp8", "oscar", "transform:2.5")
 BENCH = "bench "
+FIRST_TOKENS = "first tokens, "
 
 
 def bench_rows(rows: Iterable[Row]) -> list[Row]:
@@ -65,6 +66,7 @@ TABLES: tuple[tuple[str, Callable[[Row, Row | None], str]], ...] = (
 
 def markdown(rows: Sequence[Row]) -> str:
     """Returns the tables of a result file's workloads; empty without any."""
+    firsts = [row for row in rows if FIRST_TOKENS in str(row.get("scenario", ""))]
     rows = bench_rows(rows)
     if not rows:
         return ""
@@ -82,7 +84,24 @@ def markdown(rows: Sequence[Row]) -> str:
     lines = [["workload", "first token", "later ones"], ["---"] * 3]
     lines += [[name, f"{ttft:,.0f} ms", f"{tpot:,.0f} ms"] for name, (ttft, tpot) in limits.items()]
     parts.append("**Limits of goodput**\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines))
+    if firsts:
+        parts.append(_first_tokens(firsts))
     return "\n\n".join(parts) + "\n"
+
+
+def _first_tokens(rows: Sequence[Row]) -> str:
+    """Returns the table of the times to the first token of short prompts, with BF16's for comparison."""
+    by = {row["method"]: row for row in rows}
+    lines = [["prompts at once", *map(heading, methods_of(rows))], ["---"] * (1 + len(by))]
+    for name in (name for name in rows[0] if name.startswith("ttft_")):
+        tokens, count = name.removeprefix("ttft_").removesuffix("_ms").split("x")
+        cells = [f"{count} of {int(tokens):,} tokens"]
+        for method in methods_of(rows):
+            ratio = f" ({by[method][name] / by['none'][name]:.2f}x)" if method != "none" and "none" in by else ""
+            cells.append(f"{by[method][name]:.1f}{ratio}")
+        lines.append(cells)
+    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return f"**Time to the first token of short prompts on an idle server, in ms**\n\n{table}"
 
 
 def _model(row: Row) -> str:

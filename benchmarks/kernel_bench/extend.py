@@ -48,9 +48,7 @@ def extend_rows(timer: Timer, prefill: RaggedPrefill | None) -> Iterator[dict]:
         )
         q, k, v = (torch.randn(new, n, D, device="cuda").bfloat16() for n in (Q_HEADS, KV_HEADS, KV_HEADS))
         none = torch.empty(0, dtype=torch.int64, device="cuda")
-        batch = ExtendBatch(
-            torch.tensor([1], device="cuda"), [prefix], [new], torch.arange(new, device="cuda"), none, none
-        )
+        batch = ExtendBatch(torch.tensor([1], device="cuda"), [prefix], [new], torch.arange(new, device="cuda"), none)
         run = lambda: ops.extend(0, q, k, v, batch, D**-0.5)  # noqa: B023, E731
         error = checked(f"extend {prefix} + {new}", run(), reference.extend(0, q, k, v, batch, D**-0.5))
         us = timer(run)

@@ -34,7 +34,7 @@ class ScoreShape:
         self.q, self.k = (torch.randn(new, n, D, device="cuda").bfloat16() for n in (Q_HEADS, KV_HEADS))
         none = torch.empty(0, dtype=torch.int64, device="cuda")
         rows, loc = torch.tensor([1], device="cuda"), torch.arange(new, device="cuda")
-        self.batch = ExtendBatch(rows, [prefix], [new], loc, none, none)
+        self.batch = ExtendBatch(rows, [prefix], [new], loc, none)
         self.scores = KeyScores(1, KV_HEADS, self.past, "cuda")
         (self.part,) = plan_scoring([prefix], [new], {0: self.scores})
         self.ops = TritonOps(pool, LayerRotations(), Q_HEADS, 1)

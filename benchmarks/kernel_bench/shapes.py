@@ -105,7 +105,7 @@ class ShortShape:
         )
         none, rows = torch.empty(0, dtype=torch.int64, device="cuda"), torch.arange(1, batch + 1, device="cuda")
         loc = torch.arange(batch * new, device="cuda")
-        self.batch = ExtendBatch(rows, [prefix] * batch, [new] * batch, loc, none, none)
+        self.batch = ExtendBatch(rows, [prefix] * batch, [new] * batch, loc, none)
         self.want = {}
         for i in {0, batch - 1}:
             mine = slice(i * new, i * new + new)

@@ -61,7 +61,6 @@ class ExtendBatch:
         prefix_lens, new_lens: per request, on the host: tokens stored before this batch, and
             tokens in it.
         loc: int64 ``[sum(new_lens)]``, SGLang's location of each new token, without padding.
-        bf16_tokens: int64 ``[n]`` indices of the new tokens that go to BF16 pages.
         direct_tokens: int64 ``[m]`` indices of the first token of each page that is quantized
             directly from the activations (whole pages, consecutive tokens).
     """
@@ -70,7 +69,6 @@ class ExtendBatch:
     prefix_lens: list[int]
     new_lens: list[int]
     loc: torch.Tensor
-    bf16_tokens: torch.Tensor
     direct_tokens: torch.Tensor
 
 
@@ -118,6 +116,15 @@ class AttentionOps(ABC):
         q, k, v = self.rotate(layer, q, k, v)
         self.store_tokens(layer, loc, k, v)
         return q
+
+    @abstractmethod
+    def rotate_and_keep(
+        self, layer: int, loc: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Runs ``rotate``, and ``store_tokens`` on the tokens whose pages have BF16 copies; returns all three rotated.
+
+        In a prefill these are the tokens that are not quantized directly.
+        """
 
     @abstractmethod
     def quantize_tokens(

@@ -372,7 +372,7 @@ def _try(prefill: RaggedPrefill) -> None:
     prefill.capacity = 2 * PAGE_SIZE
     stored, new, sink = 3 * PAGE_SIZE, PAGE_SIZE, 5.0
     none = torch.empty(0, dtype=torch.int64)
-    batch = ExtendBatch(none, [stored], [new], none, none, none)
+    batch = ExtendBatch(none, [stored], [new], none, none)
     q, k = (
         torch.zeros(new, heads, prefill.head_dim, dtype=torch.bfloat16, device=prefill.device)
         for heads in (prefill.q_heads, prefill.kv_heads)

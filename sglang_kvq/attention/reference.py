@@ -34,6 +34,14 @@ class ReferenceOps(AttentionOps):
         self.pool.bf16_pages[layer, slot, 0, :, loc % PAGE_SIZE] = k
         self.pool.bf16_pages[layer, slot, 1, :, loc % PAGE_SIZE] = v
 
+    def rotate_and_keep(
+        self, layer: int, loc: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        q, k, v = self.rotate(layer, q, k, v)
+        copied = self.pool.page_slot[self.pool.places[loc // PAGE_SIZE].long()] > 0
+        self.store_tokens(layer, loc[copied], k[copied], v[copied])
+        return q, k, v
+
     def quantize_tokens(
         self, layer: int, first: torch.Tensor, pages: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> None:

@@ -34,7 +34,6 @@ from sglang_kvq.kernels.extend.gather_pages import gather_pages
 from sglang_kvq.kernels.quantize.keep_sink_tokens import restore_pages
 from sglang_kvq.kernels.quantize.quantize_pages import quantize_slots, quantize_tokens
 from sglang_kvq.kernels.quantize.rotate import Store, rotate, split_rotation
-from sglang_kvq.kernels.quantize.store_tokens import store_tokens
 
 
 @dataclass
@@ -97,10 +96,25 @@ class TritonOps(AttentionOps):
             for record in self._records
         ]
         self._sms = 2 if INTERPRETED else torch.cuda.get_device_properties(pool.device).multi_processor_count
-        self._r_k = None if rotations.k is None else split_rotation(rotations.k)
-        self._r_q = self._r_k if rotations.q is None else split_rotation(rotations.q)
-        self._r_v = None if rotations.v is None else split_rotation(rotations.v)
-        self._k_mean = None if rotations.k_mean is None else rotations.k_mean.contiguous()
+        # Views of each layer are made once: a prefill without CUDA graphs waits for what the host does per layer.
+        k, v = (None if r is None else split_rotation(r) for r in (rotations.k, rotations.v))
+        of_layers = (k if rotations.q is None else split_rotation(rotations.q), k, v)
+        self._rotations = [tuple(None if r is None else r[i] for r in of_layers) for i in range(pool.layers)]
+        mean = rotations.k_mean
+        self._means = [None if mean is None else mean[i].contiguous() for i in range(pool.layers)]
+        self._layers = [
+            Stored(
+                records=pool.records[layer],
+                bf16_pages=pool.bf16_pages[layer],
+                slot=pool.bf16_pages.stride(1),
+                page_slot=pool.page_slot,
+                row_pages=pool.row_pages,
+                pages_row=pool.row_pages.stride(0),
+                row_sink_end=pool.row_sink_end,
+                row_history_end=pool.row_history_end,
+            )
+            for layer in range(pool.layers)
+        ]
         outputs = rotations.outputs
         self._r_v_back = None if outputs is None else split_rotation(outputs.transpose(-1, -2))
         self.order = StepOrder(can_overlap(pool.device))
@@ -137,7 +151,7 @@ class TritonOps(AttentionOps):
     def rotate(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        q, k, v = rotate((q, k, v), self._rotations_of(layer), mean=self._mean_of(layer))
+        q, k, v = rotate((q, k, v), self._rotations[layer], mean=self._means[layer])
         return q, k, v
 
     def rotate_output(self, layer: int, o: torch.Tensor) -> torch.Tensor:
@@ -148,18 +162,23 @@ class TritonOps(AttentionOps):
         return out
 
     def store_tokens(self, layer: int, loc: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        pool = self.pool
-        store_tokens(pool.bf16_pages[layer], pool.places, pool.page_slot, loc, k, v)
+        rotate((k, k, v), (None, None, None), self._store(layer, loc))
 
     def rotate_and_store(
         self, layer: int, loc: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> torch.Tensor:
         """Rotates and stores in one launch, whether K and V are rotated or not."""
-        pool = self.pool
-        store = Store(pool.bf16_pages[layer], pool.bf16_pages.stride(1), pool.places, pool.page_slot, loc)
-        overlap, mean = self.order.rotate(), self._mean_of(layer)
-        out: torch.Tensor = rotate((q, k, v), self._rotations_of(layer), store, overlap, mean)[0]
+        overlap, store = self.order.rotate(), self._store(layer, loc)
+        out: torch.Tensor = rotate((q, k, v), self._rotations[layer], store, overlap, self._means[layer])[0]
         return out
+
+    def rotate_and_keep(
+        self, layer: int, loc: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Rotates and stores in one launch."""
+        store = self._store(layer, loc)
+        q, k, v = rotate((q, k, v), self._rotations[layer], store, mean=self._means[layer], keep=True)
+        return q, k, v
 
     def quantize_tokens(
         self, layer: int, first: torch.Tensor, pages: torch.Tensor, k: torch.Tensor, v: torch.Tensor
@@ -325,10 +344,13 @@ class TritonOps(AttentionOps):
         state = None
         if len(slabs) > 1:
             state = tuple(torch.empty(*q.shape[:2], n, dtype=torch.float32, device=q.device) for n in (q.shape[2], 2))
-        space = torch.empty(2, len(slabs[0].pages) * PAGE_SIZE, *k.shape[1:], dtype=k.dtype, device=k.device)
+        space = None
+        if most := len(slabs[0].pages) * PAGE_SIZE:
+            space = torch.empty(2, most, *k.shape[1:], dtype=k.dtype, device=k.device)
         for i, slab in enumerate(slabs):
-            stored = tuple(space[:, : len(slab.pages) * PAGE_SIZE])
-            if len(slab.pages):
+            stored = k, v  # of which no tile of a slab without pages reads any
+            if space is not None and (count := len(slab.pages) * PAGE_SIZE):
+                stored = space[0, :count], space[1, :count]
                 gather_pages(*stored, batch.rows, slab.pages, *self._stored(layer))
             ends = {"first": i == 0, "last": slab is slabs[-1]}
             flash_attention(out, state, q, (k, v), stored, slab.tiles, scale, rows=rows, sinks=sinks, **ends)
@@ -349,24 +371,12 @@ class TritonOps(AttentionOps):
 
     def _stored(self, layer: int) -> tuple[Record | PlaneRecord, Stored]:
         """Returns the arguments of kernels that read stored pages."""
-        pool = self.pool
-        stored = Stored(
-            records=pool.records[layer],
-            bf16_pages=pool.bf16_pages[layer],
-            slot=pool.bf16_pages.stride(1),
-            page_slot=pool.page_slot,
-            row_pages=pool.row_pages,
-            pages_row=pool.row_pages.stride(0),
-            row_sink_end=pool.row_sink_end,
-            row_history_end=pool.row_history_end,
-        )
-        return self._records[layer], stored
+        return self._records[layer], self._layers[layer]
 
-    def _rotations_of(self, layer: int) -> tuple[torch.Tensor | None, ...]:
-        return tuple(None if r is None else r[layer] for r in (self._r_q, self._r_k, self._r_v))
-
-    def _mean_of(self, layer: int) -> torch.Tensor | None:
-        return None if self._k_mean is None else self._k_mean[layer]
+    def _store(self, layer: int, loc: torch.Tensor) -> Store:
+        """Returns where keys and values of the tokens at ``loc`` go."""
+        stored = self._layers[layer]
+        return Store(stored.bf16_pages, stored.slot, self.pool.places, stored.page_slot, loc)
 
 
 def _check_formats(pool: PagePool) -> None:

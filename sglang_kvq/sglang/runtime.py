@@ -129,7 +129,8 @@ class Runtime:
         metrics: None until SGLang reports its own for the first time.
         watch: None until the attention backend exists.
         chosen_tokens: what a request keeps that ends as a fold (``folding.ChosenTokens``); None where none does.
-        checked: the step of ``tiers`` at which the cache was last looked at while idle.
+        checked: the step of ``tiers`` at which the cache was last checked while idle.
+        last_step, idle_since: the step that an idle server has ended with, and when that was first seen.
         scores: of the requests whose past is scored, by id (``scoring``).
         staged_windows: windows that may be on their way to or from another server at a time; 0 on its own.
         handover: None on a server of its own, and until SGLang prepares transfers.
@@ -154,6 +155,8 @@ class Runtime:
     watch: Watch | None = None
     chosen_tokens: Callable[[Req, Fold], torch.Tensor | None] | None = None
     checked: int = -1
+    last_step: int = -1
+    idle_since: float = 0.0
     scores: dict[str, KeyScores] = field(default_factory=dict)
     staged_windows: int = 0
     handover: Transfers | None = None

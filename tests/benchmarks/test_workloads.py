@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import record, workloads
+from benchmarks import prefill_graphs, record, workloads
 from benchmarks.bench_serving import servers, stock
 from benchmarks.bench_serving.figure import plot
 from benchmarks.bench_serving.rows import measurements, scenario
@@ -252,8 +252,12 @@ def test_the_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyt
         and "bench 200, none: kept" in shown
         and "left, for the same command again: 1k of none" in shown
     )
-    run_script(f"{asked} --workloads 200,mix --minutes 9", monkeypatch)
-    found = {row["workload"]: row for row in record.read_rows(out)}
+    for name, value in (("TOKENS", (64,)), ("AT_ONCE", (1, 2)), ("ROUNDS", 2)):
+        monkeypatch.setattr(prefill_graphs, name, value)
+    run_script(f"{asked} --workloads 200,mix --minutes 9 --first-tokens", monkeypatch)
+    firsts, *rows = sorted(record.read_rows(out), key=lambda row: row["scenario"] != "first tokens, none")
+    assert 0 < firsts["ttft_64x1_ms"] < 5000 and firsts["unit"] == "ms"
+    found = {row["workload"]: row for row in rows}
     assert list(found) == ["200", "mix"] and started == ["none", "none"]
     assert found["200"]["output_tokens"] == 72 and found["mix"]["output_tokens"] == 72 + 27 + 54
     assert found["mix"]["cache_tokens"] == 1000 and found["mix"]["allocated_bits"] == 16
@@ -285,6 +289,21 @@ def rows() -> list[dict]:
             }
         )
     return found
+
+
+def test_times_of_short_prompts_are_a_table_of_their_own() -> None:
+    firsts = [
+        {"scenario": "first tokens, oscar", "method": "oscar", "ttft_64x1_ms": 21.0, "ttft_1024x8_ms": 300.0},
+        {"scenario": "first tokens, none", "method": "none", "ttft_64x1_ms": 20.0, "ttft_1024x8_ms": 200.0},
+    ]
+    assert markdown(firsts) == ""  # only with workloads
+    table = markdown([*firsts, *rows()]).rpartition("**Time to the first token of short prompts")[2]
+    assert table.splitlines()[2:] == [
+        "| prompts at once | BF16 | `oscar` |",
+        "| --- | --- | --- |",
+        "| 1 of 64 tokens | 20.0 | 21.0 (1.05x) |",
+        "| 8 of 1,024 tokens | 200.0 | 300.0 (1.50x) |",
+    ]
 
 
 def test_tables_and_figure(tmp_path: Path) -> None:

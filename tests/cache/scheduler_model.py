@@ -24,7 +24,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from sglang_kvq.attention.base import LayerRotations
-from sglang_kvq.attention.planning.new_tokens import split_new_tokens
+from sglang_kvq.attention.planning.new_tokens import direct_tokens
 from sglang_kvq.attention.reference import ReferenceOps
 from sglang_kvq.cache.integrity import check_integrity
 from sglang_kvq.cache.pool import PagePool
@@ -330,10 +330,11 @@ class Model:
             request.stored += n
         prefix = [r.stored - n for r, n in requests]
         new = [n for _, n in requests]
-        bf16_page, direct = split_new_tokens(prefix, new, self.sink_pages, self.recent_pages)
+        direct = torch.from_numpy(direct_tokens(prefix, new, self.sink_pages, self.recent_pages))
+        bf16_page = torch.ones(sum(new), dtype=torch.bool)
+        bf16_page[(direct[:, None] + torch.arange(P)).flatten()] = False
         rows = torch.tensor([r.row for r, _ in requests])
         loc = torch.cat([self.pool.req_to_token[r.row, p : p + n] for (r, n), p in zip(requests, prefix)]).long()
-        bf16_page, direct = torch.from_numpy(bf16_page), torch.from_numpy(direct)
         seq = torch.tensor([p + n for p, n in zip(prefix, new)])
         longest = max(p + (n == 1) for p, n in zip(prefix, new))
         loads = self.before_plan()
@@ -344,6 +345,8 @@ class Model:
         kv = torch.cat([r.expected(p, p + n) for (r, n), p in zip(requests, prefix)])
         k, v = kv[:, :1], kv[:, 1:]
         reads = [self.read(r, p, p + n) for (r, n), p in zip(requests, prefix)]
+        copied = self.pool.page_slot[self.pool.places[loc // P].long()] > 0
+        assert torch.equal(copied, bf16_page), "a page that is quantized directly has a BF16 copy, or another has none"
 
         def layers() -> None:
             if self.host:

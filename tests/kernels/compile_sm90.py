@@ -228,6 +228,7 @@ def compile_all(heads: scenes.Heads) -> None:
     ops.quantize_slots(pages, pages, pages)
     ops.plan_attention(scene.rows, scene.seq_lens)
     ops.rotate_and_store(0, loc, q, k, v)
+    ops.rotate_and_keep(0, loc, q, k, v)
     ops.decode(0, q[:2], scene.rows, scene.seq_lens, scene.scale)
     extend_both_ways(ops, q, k, v, scene)
     fold(scene.pool)

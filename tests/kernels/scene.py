@@ -88,7 +88,7 @@ Lens = Sequence[tuple[int, int]]
 
 def make_batch(rows: torch.Tensor, lens: Lens) -> ExtendBatch:
     prefix, new = ([int(x) for x in column] for column in zip(*lens))
-    return ExtendBatch(rows, prefix, new, int64(*range(sum(new))), int64(), int64())
+    return ExtendBatch(rows, prefix, new, int64(*range(sum(new))), int64())
 
 
 def activations(heads: Heads, tokens: int) -> list[torch.Tensor]:

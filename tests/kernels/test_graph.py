@@ -144,14 +144,14 @@ def test_nothing_waits_for_the_device():
     heads, ops = scene.heads, step.ops
     new = [70, 200]
     q, k, v = (randn(sum(new), n, heads.head_dim) for n in (heads.q, heads.kv, heads.kv))
-    rows, loc, empty = int64(1, 2), int64(*range(sum(new))), int64()
+    rows, loc = int64(1, 2), int64(*range(sum(new)))
     slots, pages, count, first = int64(1), int64(scene.pool.pages), int64(1), int64(3)
 
     def everything() -> None:
         step.run()
         ops.quantize_slots(slots, pages, count)
         ops.quantize_tokens(0, first, pages, k, v)
-        ops.extend(0, q, k, v, ExtendBatch(rows, [1500, 900], new, loc, empty, first), scene.scale)
+        ops.extend(0, q, k, v, ExtendBatch(rows, [1500, 900], new, loc, first), scene.scale)
 
     everything()  # compiles
     with device_waits.refused():

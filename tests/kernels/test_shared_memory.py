@@ -95,6 +95,7 @@ def test_new_tokens_go_to_the_pages_of_their_ids(scene):
     written_alike(scene, lambda ops: ops.store_tokens(1, loc, k, v))
     q = scene.queries(len(loc))
     written_alike(scene, lambda ops: ops.rotate_and_store(2, loc, q, k, v))
+    written_alike(scene, lambda ops: ops.rotate_and_keep(0, loc, q, k, v))
 
 
 def test_pages_are_quantized_where_they_lie(scene):

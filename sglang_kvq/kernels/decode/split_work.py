@@ -99,7 +99,7 @@ def split_work(
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count", "batch"])
 def _plan(
     items, spans, rows, seq_lens, row_pages, row_sink_end, row_history_end,
     table_row, count, batch, BATCH: tl.constexpr, ITEMS: tl.constexpr, BF16_PAGE: tl.constexpr, TURN: tl.constexpr,

@@ -49,6 +49,7 @@ def rotate(
     store: Store | None = None,
     overlap: Overlap = NO_OVERLAP,
     mean: torch.Tensor | None = None,
+    keep: bool = False,
 ) -> tuple[torch.Tensor, ...]:
     """Rotates up to three tensors in one launch.
 
@@ -56,10 +57,11 @@ def rotate(
         x: q ``[T, q_heads, D]``, k and v ``[T, kv_heads, D]``, BF16; only the last axis must be contiguous.
         rotations: for each, ``split_rotation``'s result for this layer, ``[2, kv_heads or 1, D, D]``, or None for the
             identity.
-        store: where keys and values then go, and only there.
+        store: where keys and values then go, and only there. Those of a page without a BF16 copy go to slot 0.
         overlap: an early start loads rotations and looks up destinations before the previous launch has ended. The next
             launch starts with this one.
         mean: subtracted from rotated keys, float32 ``[kv_heads or 1, D]``, contiguous; None for nothing.
+        keep: rotated keys and values are also returned, and pages without a BF16 copy are skipped.
 
     Returns:
         the rotated tensors, contiguous; an unrotated one is returned unchanged.
@@ -88,6 +90,7 @@ def rotate(
         ROTATIONS=tuple(0 if r is None else r.shape[1] for r in rotations),
         MEANS=0 if mean is None else mean.shape[0],
         STORE=store is not None,
+        KEEP=keep,
         EARLY=overlap.early,
         LETS_NEXT=overlap.lets_next,
         TOKENS=_TOKENS,
@@ -118,11 +121,11 @@ class Head(NamedTuple):
     bf16_page: tl.tensor
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _rotate(
     x, out, rotations, store, mean, tokens, first_head,
-    SHAPE: tl.constexpr, ROTATIONS: tl.constexpr, MEANS: tl.constexpr, STORE: tl.constexpr, EARLY: tl.constexpr,
-    LETS_NEXT: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
+    SHAPE: tl.constexpr, ROTATIONS: tl.constexpr, MEANS: tl.constexpr, STORE: tl.constexpr, KEEP: tl.constexpr,
+    EARLY: tl.constexpr, LETS_NEXT: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Program (i, j): token tiles i, i + programs, ... of one head and one block of output columns."""
     D: tl.constexpr = SHAPE.D
@@ -138,21 +141,21 @@ def _rotate(
                 q, head, out[0], SHAPE.Q_HEADS, rotations[0], head // SHAPE.GQA_GROUP, mean, store.bf16_pages, D,
                 ROTATIONS[0], 0,
             ),
-            store, tokens, column, SHAPE, ROTATIONS[0], 0, False, EARLY, TOKENS, BLOCK,
+            store, tokens, column, SHAPE, ROTATIONS[0], 0, False, False, EARLY, TOKENS, BLOCK,
         )  # fmt: skip
     elif head < SHAPE.Q_HEADS + KV_HEADS:
         head -= SHAPE.Q_HEADS
         bf16_page = store.bf16_pages + head * PAGE * D
         _rotate_head(
             _head(k, head, out[1], KV_HEADS, rotations[1], head, mean, bf16_page, D, ROTATIONS[1], MEANS),
-            store, tokens, column, SHAPE, ROTATIONS[1], MEANS, STORE, EARLY, TOKENS, BLOCK,
+            store, tokens, column, SHAPE, ROTATIONS[1], MEANS, STORE, KEEP, EARLY, TOKENS, BLOCK,
         )  # fmt: skip
     else:
         head -= SHAPE.Q_HEADS + KV_HEADS
         bf16_page = store.bf16_pages + (KV_HEADS + head) * PAGE * D
         _rotate_head(
             _head(v, head, out[2], KV_HEADS, rotations[2], head, mean, bf16_page, D, ROTATIONS[2], 0),
-            store, tokens, column, SHAPE, ROTATIONS[2], 0, STORE, EARLY, TOKENS, BLOCK,
+            store, tokens, column, SHAPE, ROTATIONS[2], 0, STORE, KEEP, EARLY, TOKENS, BLOCK,
         )  # fmt: skip
 
 
@@ -172,7 +175,7 @@ def _head(
 @triton.jit
 def _rotate_head(
     mine, store, tokens, column, SHAPE: tl.constexpr, ROTATIONS: tl.constexpr, MEANS: tl.constexpr,
-    STORE: tl.constexpr, EARLY: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
+    STORE: tl.constexpr, KEEP: tl.constexpr, EARLY: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Computes columns ``column .. column + BLOCK`` of x R - m for this program's tiles; mine: a ``Head``.
 
@@ -196,10 +199,11 @@ def _rotate_head(
                 location = tl.load(store.loc + token, mask=live, other=0)
                 place = tl.load(store.places + location // PAGE, mask=live, other=0)
                 slot = tl.load(store.page_slot + place, mask=live, other=0)
+                stored = live
+                if KEEP:
+                    stored = slot > 0
                 slot = tl.maximum(slot, 0).to(tl.int64)
                 target = mine.bf16_page + slot * store.slot + location % PAGE * D
-            else:
-                target = mine.out + token * mine.out_token
             if EARLY:
                 tl.extra.cuda.gdc_wait()
             if ROTATIONS > 0:
@@ -211,4 +215,8 @@ def _rotate_head(
                 y = to_bf16(acc)
             else:
                 y = tl.load(source + outer[None, :], mask=live[:, None], other=0.0)
-            tl.store(target[:, None] + outer[None, :], y, mask=live[:, None])
+            if STORE:
+                tl.store(target[:, None] + outer[None, :], y, mask=stored[:, None])
+            if ROTATIONS > 0 and (KEEP or not STORE):
+                out = mine.out + token * mine.out_token
+                tl.store(out[:, None] + outer[None, :], y, mask=live[:, None])

@@ -13,7 +13,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
 from sglang_kvq.attention.base import AttentionOps, ExtendBatch
 from sglang_kvq.attention.drafts import DraftBatch
-from sglang_kvq.attention.planning.new_tokens import split_new_tokens
+from sglang_kvq.attention.planning.new_tokens import direct_tokens
 from sglang_kvq.attention.scores.scoring import ScoringPart, plan_scoring
 from sglang_kvq.cache.tiers import TierManager
 from sglang_kvq.cache.transfer import to_device
@@ -54,7 +54,6 @@ class KVQuantBackend(AttentionBackend):
 
     #: State of the current prefill; set before its first layer, by ``init_forward_metadata_out_graph``.
     batch: ExtendBatch
-    bf16_page_loc: torch.Tensor
     direct_pages: torch.Tensor
     scored: list[ScoringPart]
     decoding: Decoding | None
@@ -115,15 +114,14 @@ class KVQuantBackend(AttentionBackend):
             prefills = max(prefills - decoding_requests(prefix, new), 1 + max(scored, default=-1))
         longest = max((p + (n == 1) for p, n in zip(prefix, new)), default=0)
         first, tokens = (prefix[:prefills], new[:prefills]), sum(new)
-        split = split_new_tokens(*first, self.tiers.sink_pages, self.tiers.recent_pages)
+        pages = direct_tokens(*first, self.tiers.sink_pages, self.tiers.recent_pages)
         lens = np.array([prefix, new], np.int64)
         lens[1] += lens[0]
-        prefix_lens, seq_lens, bf16_page, direct = to_device([*lens, *split], fb.out_cache_loc.device)
+        prefix_lens, seq_lens, direct = to_device([*lens, pages], fb.out_cache_loc.device)
         rows = fb.req_pool_indices.long()
         loc = fb.out_cache_loc[:tokens].long()  # data-parallel attention and all-to-all MoE pad tokens
         own = loc[: sum(first[1])]
-        self.batch = ExtendBatch(rows[:prefills], *first, own, bf16_page, direct)
-        self.bf16_page_loc = own[bf16_page]
+        self.batch = ExtendBatch(rows[:prefills], *first, own, direct)
         self.scored = plan_scoring(*first, scored)
         self.decoding = None
         if prefills < len(new):
@@ -188,8 +186,11 @@ class KVQuantBackend(AttentionBackend):
         q, k, v, index = self._heads(q, k, v, layer)
         if forward_batch.forward_mode.is_target_verify():
             return self._verify(index, q, k, v, layer.scaling, forward_batch, sinks)
-        batch, o = self.batch, q.new_zeros(q.shape)  # what SGLang padded attends to nothing
-        if (tokens := len(batch.loc)) > 0:
+        tokens = len(self.batch.loc)
+        if tokens == len(q) > 0:
+            return self.ops.rotate_output(index, self._prefill(index, q, k, v, layer.scaling, sinks)).flatten(1)
+        o = q.new_zeros(q.shape)  # what SGLang padded attends to nothing
+        if tokens > 0:
             o[:tokens] = self._prefill(index, q[:tokens], k[:tokens], v[:tokens], layer.scaling, sinks)
         if self.decoding is not None:
             here = self.decoding.tokens
@@ -207,11 +208,10 @@ class KVQuantBackend(AttentionBackend):
     ) -> torch.Tensor:
         """Attends with the tokens of ``batch``, and stores them; returns BF16 like q, in the rotated basis."""
         batch = self.batch
-        q, k, v = self.ops.rotate(index, q, k, v)
+        q, k, v = self.ops.rotate_and_keep(index, batch.loc, q, k, v)
         o = self.ops.extend(index, q, k, v, batch, scale, sinks)
         for part in self.scored:
             self.ops.score_keys(index, q, k, batch, part, scale)
-        self.ops.store_tokens(index, self.bf16_page_loc, k[batch.bf16_tokens], v[batch.bf16_tokens])
         self.ops.quantize_tokens(index, batch.direct_tokens, self.direct_pages, k, v)
         return o
 

@@ -25,7 +25,7 @@ import torch
 
 from sglang_kvq.attention.base import AttentionOps, ExtendBatch, LayerRotations
 from sglang_kvq.attention.drafts import DraftBatch, chain
-from sglang_kvq.attention.planning.new_tokens import split_new_tokens
+from sglang_kvq.attention.planning.new_tokens import direct_tokens
 from sglang_kvq.attention.reference import ReferenceOps
 from sglang_kvq.attention.scores.scoring import KeyScores, plan_scoring
 from sglang_kvq.cache.layout import KVGeometry, share, shared_reserve
@@ -350,11 +350,10 @@ class _Request:
 
     def prefill(self, prefix: int, new: int) -> None:
         """A chunk of ``new`` tokens through every layer."""
-        split = split_new_tokens([prefix], [new], SINK_PAGES, RECENT_PAGES)
-        bf16_page, direct = (torch.from_numpy(indices).to(self.device) for indices in split)
+        direct = torch.from_numpy(direct_tokens([prefix], [new], SINK_PAGES, RECENT_PAGES)).to(self.device)
         loc = self.tiers.pool.req_to_token[1, prefix : prefix + new].long()
         direct_pages = {}
-        batch = ExtendBatch(self._int64(1), [prefix], [new], loc, bf16_page, direct)
+        batch = ExtendBatch(self._int64(1), [prefix], [new], loc, direct)
         for ops, tiers in ((self.ops, self.tiers), (self.reference, self.plain_tiers)):
             tiers.pending.free_rows([2])
             lens = (self._int64(prefix), self._int64(prefix + new))
@@ -362,12 +361,14 @@ class _Request:
         for layer, format in enumerate(self.formats):
             given, outputs, scores = self._activations(new), [], []
             for ops in (self.reference, self.ops, self.direct):
-                q, k, v = ops.rotate(layer, *given)
+                if ops is self.direct:  # which shares its cache with ``self.ops``
+                    q, k, v = ops.rotate(layer, *given)
+                else:
+                    q, k, v = ops.rotate_and_keep(layer, loc, *given)
                 if prefix:
                     scores.append(self._scores(ops, layer, q, k, batch))
                 outputs.append(ops.rotate_output(layer, ops.extend(layer, q, k, v, batch, SCALE, self.sinks)))
-                if ops is not self.direct:  # which shares its cache with ``ops``
-                    ops.store_tokens(layer, loc[bf16_page], k[bf16_page], v[bf16_page])
+                if ops is not self.direct:
                     ops.quantize_tokens(layer, direct, direct_pages[ops], k, v)
             for name, output in zip(("prefill", "prefill without a workspace"), outputs[1:]):
                 _compare(name, format, output, outputs[0])

@@ -121,9 +121,7 @@ VARIABLES = {
         "SGLANG_ENABLE_PREFILL_WAR_READ_DONE",
         "SGLANG_FORCE_COARSE_WAR_BARRIER",
     ),
-    "a graph in pieces is planned before it like a whole one": (
-        "SGLANG_USE_BREAKABLE_CUDA_GRAPH",
-    ),
+    "a graph in pieces is planned before it like a whole one": ("SGLANG_USE_BREAKABLE_CUDA_GRAPH",),
 }
 
 #: Flags: by why they are harmless.

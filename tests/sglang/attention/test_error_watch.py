@@ -49,6 +49,35 @@ def test_an_error_of_the_last_batch_is_logged_when_idle(caplog, monkeypatch):
     assert "2 so far" in errors_of(caplog)[0]
 
 
+def test_an_idle_server_checks_its_tables_only_once_no_request_would_wait(monkeypatch):
+    """The check waits for the device: a request that comes right after another must not wait for it."""
+    worker, checks, now = Worker(), [], [100.0]
+    state = runtime.Runtime(KVQuantConfig("int2"), None, (0,))
+    state.tiers = worker.tiers
+    state.allocator = SimpleNamespace(check_integrity=lambda: checks.append(worker.tiers.steps))
+    monkeypatch.setattr(runtime, "_current", state)
+    monkeypatch.setattr(observe.time, "monotonic", lambda: now[0])
+    monkeypatch.delenv(observe.CHECKED_STEPS, raising=False)
+
+    def idle(seconds: float) -> None:
+        for _ in range(10):
+            now[0] += seconds / 10
+            observe.check_when_idle(lambda self: None, None)
+
+    for seed in range(3):  # a request, a pause shorter than QUIET
+        worker.extend({1: 30}, pad_to=30, seed=seed)
+        idle(observe.QUIET * 0.9)
+    assert not checks
+    idle(observe.QUIET)
+    assert checks == [worker.tiers.steps]
+    idle(10 * observe.QUIET)
+    assert len(checks) == 1, "nothing ran since"
+    worker.extend({2: 30}, pad_to=30, seed=7)
+    monkeypatch.setenv(observe.CHECKED_STEPS, "1")
+    idle(0.1)
+    assert len(checks) == 2, "a server whose steps are checked is checked at once"
+
+
 def test_server_info_has_the_count(monkeypatch):
     worker = Worker()
     state = runtime.Runtime(KVQuantConfig("int2"), None, (0,))

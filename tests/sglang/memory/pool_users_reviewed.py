@@ -48,7 +48,7 @@ NOT_SERVED = {
     "model_executor/cpu_graph_runner.py": "graphs on a CPU need --enable-torch-compile",
     "model_executor/encoder_swa_replay.py": "DeepSeek-V4's --enable-encoder-swa-bounded-replay",
     "model_executor/runner/row_bucket_graph_runner.py": "DeepSeek-V4's encoder",
-    "model_executor/runner/prefill_cuda_graph_runner.py": "made-up requests, which are planned as padding (backend.around_capture_plan)",
+    "model_executor/runner/prefill_cuda_graph_runner.py": "plans made-up requests as padding (around_capture_plan)",
     "hardware_backend/": "--device: cuda without ROCm, and cpu",
     # HiCache: in place of SGLang's host pools stands ours (hicache/build.py), and of storage only files are served
     **{
