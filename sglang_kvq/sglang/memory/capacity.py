@@ -143,9 +143,10 @@ def resolve_max_num_reqs(original: Original, self: Configurator, token_capacity:
         layout = _layout(self, state, token_capacity // PAGE_SIZE, requests)
     except KVQuantError as error:  # here nothing but SystemExit ends the process without SGLang's traceback
         raise SystemExit(f"sglang-kvq: {error}") from None
-    if state.shared is not None and self.server_args.max_running_requests is None:
+    if state.shared is not None:
         # A memory that is divided once has few rows. Thousands of a million tokens each would not fit beside this one.
-        rows = max(int(state.budget_bytes * _ROWS_SHARE) // (4 * self.model_config.context_len), _LEAST_ROWS)
+        most = max(int(state.budget_bytes * _ROWS_SHARE) // (4 * self.model_config.context_len), _LEAST_ROWS)
+        rows = requests_per_worker(self) or most
         most, whole = (min(rows, n) for n in (layout.max_requests, layout.whole_windows))
         layout = replace(layout, max_requests=most, whole_windows=whole)
     state.layout = layout

@@ -1,0 +1,16 @@
+"""A plugin for servers of these tests: the cache has 40 MB, of which no flag says how they are divided."""
+
+from __future__ import annotations
+
+BYTES = 40 << 20
+
+
+def install() -> None:
+    from sglang_kvq.sglang.memory import capacity
+
+    given = capacity.calculate_pool_sizes
+
+    def limited(original, self, available_bytes, page_size):
+        return given(original, self, min(available_bytes, BYTES), page_size)
+
+    capacity.calculate_pool_sizes = limited

@@ -1,0 +1,47 @@
+"""Records and BF16 pages of a server share one memory: the boundary moves as requests come, and back again."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+
+import pytest
+
+from sglang_kvq.releases import NEW_TREE_RELEASES
+from tests.e2e.client import Client, together
+from tests.e2e.test_serving import STRICT, assert_empties
+
+pytestmark = pytest.mark.skipif(version("sglang") not in NEW_TREE_RELEASES, reason="older releases divide it once")
+#: More tokens than fit, so the memory alone decides. It holds whole windows of about thirty requests, or 1,100 pages.
+FLAGS = (
+    *("--kv-quant", "hadamard", "--max-total-tokens", "1000000", "--chunked-prefill-size", "512"),
+    *("--max-running-requests", "64"),
+)
+MANY = 24
+
+
+def prompt(index: int, tokens: int) -> list[int]:
+    return [200 + (7 * i + 31 * index) % 5000 for i in range(tokens)]
+
+
+def test_the_boundary_follows_the_requests(servers, plugins):
+    client = Client(servers(*FLAGS, env={**STRICT, **plugins("small_memory")}, model=servers.shallow))
+    state = client.state()
+    assert state["shared_memory"] and state["bf16_pages"] is None
+    assert MANY <= state["requests_with_whole_windows"] < state["max_running_requests"] == 64
+    alone = client.generate(prompt(3, 420), 12)["output_ids"]
+    few = client.state()["room"]
+    client.flush()  # a cached prefix is read from records
+    answers = together([lambda i=i: client.generate(prompt(i, 420), 20)["output_ids"] for i in range(MANY)])
+    many = client.state()["room"]
+    assert many["bf16_pages"] >= 6 * MANY > few["bf16_pages"], "whole windows of all of them"
+    assert many["pages"] < few["pages"]
+    assert [len(answer) for answer in answers] == [20] * MANY
+    assert answers[3][:2] == alone[:2]
+    for index in range(100, 114):  # cached prefixes take the memory back, while no request wants it
+        client.generate(prompt(index, 1900), 1)
+    cached = client.state()["room"]
+    assert cached["pages"] > many["pages"] and cached["bf16_pages"] < many["bf16_pages"]
+    client.flush()
+    assert client.generate(prompt(3, 420), 12)["output_ids"] == alone
+    assert client.state()["errors"] == 0
+    assert_empties(client)
