@@ -299,11 +299,14 @@ def test_a_damaged_file_is_removed(controller, found, tmp_path):
     """Else SGLang would never write it again."""
     from sglang.srt.mem_cache.hicache_storage import HiCacheFile, HiCacheStorageConfig
 
+    from sglang_kvq.sglang.hicache.stores import after_create
+
     rank = dict(tp_rank=0, tp_size=1, pp_rank=0, pp_size=1, attn_cp_rank=0, attn_cp_size=1, is_mla_model=False)
     config = HiCacheStorageConfig(
         **rank, enable_storage_metrics=False, is_page_first_layout=True, model_name="a/model-kvq-test"
     )
-    backend = controller.storage_backend = HiCacheFile(config, str(tmp_path))
+    backend = HiCacheFile(config, str(tmp_path))
+    after_create(backend, None, "file", config, controller.host)
     assert backend.batch_set(KEYS, [found[key] for key in KEYS])
     (damaged,) = tmp_path.glob("c_*.bin")
     damaged.write_bytes(bytes(controller.host.page.page_bytes))
@@ -344,33 +347,40 @@ def test_names_differ_with_all_that_the_bytes_depend_on():
 
 
 @pytest.mark.parametrize(
-    ("backend", "config", "text"),
+    ("backend", "text"),
     [
-        ("mooncake", {}, "stores keys and values of a page apart"),
-        ("aibrix", {}, "shapes of plain keys and values"),
-        ("sim", {}, "has not been tried"),
-        ("dynamic", {"interface_v1": 1}, "interface_v1 passes the bytes by"),
-        ("file", {}, None),
-        ("dynamic", {"backend_name": "mine"}, None),
+        ("hf3fs", "stores keys and values of a page apart"),
+        ("aibrix", "shapes of plain keys and values"),
+        ("sim", "has not been tried"),
+        *((name, None) for name in ("file", "mooncake", "nixl", "dynamic")),
     ],
 )
-def test_storage_that_is_attached_later_is_checked_too(controller, backend, config, text):
+def test_storage_that_is_attached_later_is_checked_too(controller, backend, text):
     from sglang_kvq.sglang.hicache.storage import before_attach
 
     if text is None:
-        before_attach(controller, backend, storage_backend_extra_config=config)
+        before_attach(controller, backend)
         return
     with pytest.raises(ValueError, match=f"--hicache-storage-backend {backend}: .*{text}"):
-        before_attach(controller, backend, storage_backend_extra_config=config)
+        before_attach(controller, backend)
 
 
 def test_sizes(m, controller):
     page = controller.host.page
     assert controller.host.size == m.pool.pages * RATIO * P + P
-    assert page.page_bytes % 4096 == 0 and controller.host.is_stride_page_aligned()
-    assert controller.host.get_size_per_token() * P == page.page_bytes
+    assert page.page_bytes % 4096 == 0
+    assert controller.host.get_size_per_token() * P == controller.host.get_ksize_per_token() * P == page.page_bytes
     pointers, sizes = controller.host.get_page_buffer_meta(indices([2, 5]))
     assert sizes == [page.page_bytes] * 2 and pointers[1] - pointers[0] == 3 * page.page_bytes
+
+
+def test_rows_are_aligned_only_if_the_first_is(controller):
+    """Direct I/O fails from other places; NIXL then copies."""
+    memory = torch.empty(3 * 4096, dtype=torch.uint8)
+    begin = -memory.data_ptr() % 4096
+    for offset, aligned in ((begin, True), (begin + 64, False)):
+        controller.host.kv_buffer = memory[offset : offset + 4096]
+        assert controller.host.is_stride_page_aligned(4096) is aligned
 
 
 # -- where SGLang builds its host pools --------------------------------------------------------------------------------

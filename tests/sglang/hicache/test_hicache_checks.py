@@ -39,8 +39,7 @@ def refused(**values) -> str:
         ({"hicache_mem_layout": "layer_first"}, "--hicache-mem-layout layer_first: quantized pages have one layout"),
         ({"hicache_mem_layout": "page_head"}, "--hicache-mem-layout page_head: quantized pages have one layout"),
         ({"hicache_host_memory_mode": "buffer_only"}, "--hicache-host-memory-mode buffer_only: "),
-        ({"hicache_storage_backend": "mooncake"}, "--hicache-storage-backend mooncake: it stores keys and values of"),
-        ({"hicache_storage_backend": "nixl"}, "--hicache-storage-backend nixl: it stores keys and values of a page"),
+        ({"hicache_storage_backend": "hf3fs"}, "--hicache-storage-backend hf3fs: it stores keys and values of a page"),
         ({"hicache_storage_backend": "aibrix"}, "--hicache-storage-backend aibrix: it wants the shapes of plain keys"),
         ({"hicache_storage_backend": "shm"}, "--hicache-storage-backend shm: it has not been tried"),
     ],
@@ -53,7 +52,7 @@ def test_setting(values, text):
 def test_what_passes():
     kernel = dict(hicache_io_backend="kernel", hicache_mem_layout="page_first", hicache_host_memory_mode="cache")
     policies = dict(hicache_write_policy="write_back", hicache_ratio=3.0, hicache_storage_prefetch_policy="timeout")
-    for storage in (None, "file", "dynamic"):
+    for storage in (None, "file", "mooncake", "nixl", "dynamic"):
         assert not refused(**kernel, **policies, hicache_storage_backend=storage)
     assert not refused()
 
