@@ -338,6 +338,8 @@ _SCHEDULER: tuple[Hook, ...] = (
     around(f"{_ASSEMBLER}.build_kv_host_pool("
          "kv_pool, page_size, use_mla, override_kv_cache_dim, host_size, mtp_draft_device_pools, pool_label)",
          "hicache.build:build_kv_host_pool", "builds the pool of quantized pages in host memory", only=NEW_TREE),
+    around("speculative.base_spec_worker._can_pack_hicache_mtp(spec_algorithm, draft_runners)",
+         "hicache.build:around_packing", "keeps drafts apart from quantized pages", only=NEW_TREE),
     around("mem_cache.hicache_auto_size._estimate_hicache_bytes(params, draft_plan)",
          "hicache.build:estimate_bytes", "sizes host memory", only=NEW_TREE),
     subclass("mem_cache.pool_host.base.HostKVCache.__init__("

@@ -149,7 +149,7 @@ def test_mooncake(start, master):
     wait_for(lambda: store.is_exist(name) == 1, "the page is not written again")
     client.flush()
     assert ask(client, 0)[0] == at("storage")
-    assert store.remove(f"{prefix}_{names(0)[1]}_1_0_k", True) == 0
+    assert store.remove(f"{prefix}_{names(0)[4]}_1_0_k", True) == 0
     client.flush()
-    assert ask(client, 0)[0] == at("storage", P)
+    assert ask(client, 0)[0] == at("storage", 4 * P)
     assert client.state()["damaged_pages"] == 1 and client.state()["errors"] == 0

@@ -81,10 +81,6 @@ def check_resolved(server_args: ServerArgs, config: KVQuantConfig, model: ModelC
         (mambaish_config(model) is not None, "this model's recurrent states are not moved to the host yet"),
         (model.is_hybrid_swa, "this model's sliding windows are not moved to the host yet"),
         (
-            compat.resolved(server_args, "speculative_algorithm") is not None,
-            "drafts are not tried with pages that come from the host; leave out --speculative-algorithm",
-        ),
-        (
             config.episodic is not None and config.episodic.policy == EPICACHE,
             "episodes are not tried with it; use --episodic-policy retrieve",
         ),
