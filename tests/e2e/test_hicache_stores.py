@@ -15,7 +15,7 @@ import pytest
 from sglang_kvq.constants import PAGE_SIZE as P
 from sglang_kvq.server_process import free_port
 from tests.e2e.client import Client
-from tests.e2e.test_hicache import CACHED, FLAGS, PAGES, ask, at, prompt, push_out, stayed, wait_for
+from tests.e2e.test_hicache import FLAGS, PAGES, ask, at, page_names, push_out, stayed, wait_for
 
 #: Flags but the back end and what is about it.
 OTHERS = [flag for flag in FLAGS if flag not in ("--hicache-storage-backend", "file")]
@@ -50,16 +50,6 @@ def start(servers, small_host) -> Callable[..., Client]:
     return go
 
 
-def names(index: int) -> list[str]:
-    """SGLang's names of a prompt's pages, without the model's."""
-    from sglang.srt.mem_cache.utils import get_hash_str
-
-    found: list[str] = []
-    for page in range(PAGES):
-        found.append(get_hash_str(prompt(index)[page * P : (page + 1) * P], found[-1] if found else None))
-    return found
-
-
 def come_back(client: Client) -> None:
     """Prompt 0 is answered from the host and from storage as from pages that stayed."""
     want = stayed(client)
@@ -89,7 +79,7 @@ def test_nixl(start, tmp_path, direct):
         (file,) = tmp_path.rglob(f"{name}*")
         return file
 
-    file = of(names(0)[3])
+    file = of(page_names(0)[3])
     good = file.read_bytes()
     file.write_bytes(good[:1000] + bytes([good[1000] ^ 4]) + good[1001:])
     client.flush()
@@ -98,7 +88,7 @@ def test_nixl(start, tmp_path, direct):
     wait_for(lambda: file.exists() and file.stat().st_size == size, "the page is not written again")
     # NIXL reads all pages of a batch or none; what is missing is written with the rest of the prompt.
     for harm in (lambda file: file.write_bytes(good[: size // 2]), Path.unlink):
-        harm(of(names(0)[1]))
+        harm(of(page_names(0)[1]))
         client.flush()
         assert ask(client, 0)[0] == at("storage", 0)
         client.flush()
@@ -135,7 +125,7 @@ def test_mooncake(start, master):
     (prefix,) = set(re.findall(r"Using Mooncake config prefix: (\S+)", client.log.read_text()))
     assert MODEL in prefix
 
-    store, name = MooncakeDistributedStore(), f"{prefix}_{names(0)[3]}_1_0_k"
+    store, name = MooncakeDistributedStore(), f"{prefix}_{page_names(0)[3]}_1_0_k"
     assert store.setup("127.0.0.1", "P2PHANDSHAKE", 0, 16 << 20, "tcp", "", master, None) == 0
     good = store.get(name)
     assert len(good) == client.state()["host_page_bytes"], "one object a page"
@@ -149,7 +139,7 @@ def test_mooncake(start, master):
     wait_for(lambda: store.is_exist(name) == 1, "the page is not written again")
     client.flush()
     assert ask(client, 0)[0] == at("storage")
-    assert store.remove(f"{prefix}_{names(0)[4]}_1_0_k", True) == 0
+    assert store.remove(f"{prefix}_{page_names(0)[4]}_1_0_k", True) == 0
     client.flush()
     assert ask(client, 0)[0] == at("storage", 4 * P)
     assert client.state()["damaged_pages"] == 1 and client.state()["errors"] == 0

@@ -21,7 +21,6 @@ STORAGE = ("file", "mooncake", "nixl", "dynamic")
 _SETTINGS = (
     ("hicache_io_backend", ("kernel",), "pages are copied by kernels, as their width differs by layer; leave it out"),
     ("hicache_mem_layout", ("page_first",), "quantized pages have one layout in host memory; leave it out"),
-    ("hicache_host_memory_mode", ("cache",), "host memory as a buffer of storage is not served yet; use cache"),
 )
 
 

@@ -401,15 +401,22 @@ def test_host_memory_is_sized_by_host_pages(m, controller, device_pool):
     def params(pool) -> SimpleNamespace:
         return SimpleNamespace(token_to_kv_pool_allocator=SimpleNamespace(get_kvcache=lambda: pool))
 
-    assert estimate_bytes(None, params(device_pool), None) == m.pool.pages * controller.host.page.page_bytes
+    ours = m.pool.pages * controller.host.page.page_bytes
+    assert estimate_bytes(None, params(device_pool), None) == ours
+    # A draft has a place for each page, although its own pool may have fewer.
+    device_pool.size = 600
+    draft = SimpleNamespace(size=200, get_kv_size_bytes=lambda: (1000, 500))
+    assert estimate_bytes(None, params(device_pool), SimpleNamespace(device_pools=())) == ours
+    assert estimate_bytes(None, params(device_pool), SimpleNamespace(device_pools=(draft,))) == ours + 4500
     other = params("another pool")
     assert estimate_bytes(lambda given, plan: (given is other, plan), other, "plan") == (True, "plan")
 
 
-def test_other_caches_get_their_own_host_pool_and_drafts_none(device_pool):
-    from sglang_kvq.sglang.hicache.build import build_kv_host_pool
+def test_other_caches_get_their_own_host_pool_and_drafts_no_part_of_ours(device_pool):
+    from sglang_kvq.sglang.hicache.build import around_packing, build_kv_host_pool
 
     given = dict(page_size=P, host_size=None, mtp_draft_device_pools=(), pool_label="kv", use_mla=False)
     assert build_kv_host_pool(lambda **kwargs: kwargs, kv_pool="other", **given) == {"kv_pool": "other", **given}
-    with pytest.raises(SystemExit, match="a draft model's pages are not kept on the host yet"):
+    assert around_packing(lambda *args: True, "NEXTN", ("runner",)) is False
+    with pytest.raises(RuntimeError, match="a draft's layers are to be rows of our pages"):
         build_kv_host_pool(None, kv_pool=device_pool, page_size=P, mtp_draft_device_pools=("draft",))
