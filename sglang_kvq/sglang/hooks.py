@@ -379,13 +379,14 @@ _SCHEDULER: tuple[Hook, ...] = (
          "hicache.storage:before_page_set", "checksums of pages in storage", only=NEW_TREE),
     around(f"{_CONTROLLER}._page_get_zero_copy(operation, hash_values, host_indices, extra_info)",
          "hicache.storage:around_page_get", "a damaged page is computed again", only=NEW_TREE),
-    after("mem_cache.storage.backend_factory.StorageBackendFactory._do_create_backend("
+    after("mem_cache.storage.backend_factory.StorageBackendFactory.create_backend("
          "backend_name, storage_config, mem_pool_host)",
          "hicache.stores:after_create", "a quantized page is one object", only=NEW_TREE),
     call("mem_cache.hicache_storage.HiCacheFile._get_suffixed_key(key)", "removes a damaged page", only=NEW_TREE),
     before(f"{_CONTROLLER}.attach_storage_backend("
          "storage_backend, prefetch_threshold, model_name, storage_backend_extra_config)",
          "hicache.storage:before_attach", "refuses storage that does not fit", only=NEW_TREE),
+    call("mem_cache.utils.get_hash_str(token_ids)", "compiles what names stored pages", only=NEW_TREE),
     # Looking inside
     around("managers.scheduler_components.invariant_checker.SchedulerInvariantChecker._check_tree_cache()",
          "observe:check_when_idle", "checks the tiers when idle"),

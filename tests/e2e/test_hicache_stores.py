@@ -67,7 +67,10 @@ def come_back(client: Client) -> None:
 @pytest.mark.skipif(bool(why_not("nixl._api", "nixl")), reason=str(why_not("nixl._api", "nixl")))
 @pytest.mark.parametrize("direct", [False, True], ids=["zero copy", "direct I/O"])
 def test_nixl(start, tmp_path, direct):
-    variables = {"SGLANG_HICACHE_NIXL_BACKEND_STORAGE_DIR": str(tmp_path), "SGLANG_HICACHE_NIXL_BACKEND_PLUGIN": "POSIX"}
+    variables = {
+        "SGLANG_HICACHE_NIXL_BACKEND_STORAGE_DIR": str(tmp_path),
+        "SGLANG_HICACHE_NIXL_BACKEND_PLUGIN": "POSIX",
+    }
     client = start("nixl", {"use_direct_io": direct}, **variables)
     come_back(client)
     size = client.state()["host_page_bytes"]
@@ -103,7 +106,11 @@ def test_nixl(start, tmp_path, direct):
 def master(tmp_path) -> Iterator[str]:
     """The address of a Mooncake master."""
     port, metrics = free_port(), free_port()
-    command = [sys.executable, "-c", "import sys; from mooncake.cli import main; sys.argv[0] = 'mooncake_master'; main()"]
+    command = [
+        sys.executable,
+        "-c",
+        "import sys; from mooncake.cli import main; sys.argv[0] = 'mooncake_master'; main()",
+    ]
     log = (tmp_path / "master.log").open("w")
     flags = [f"-rpc_port={port}", f"-metrics_port={metrics}", f"-default_kv_lease_ttl={LEASE}"]
     process = subprocess.Popen([*command, *flags], stdout=log, stderr=subprocess.STDOUT)

@@ -81,6 +81,5 @@ def estimate_bytes(original: Original, params: Any, draft_plan: Any) -> int:
         return bytes_of_others
     tiers = runtime.live_tiers()
     drafts = () if draft_plan is None else draft_plan.device_pools
-    return pool.layout.pages * HostPage(tiers.pool, tiers.sink_cache is not None).page_bytes + sum(
-        sum(draft.get_kv_size_bytes()) * pool.size // draft.size for draft in drafts
-    )
+    pages = pool.layout.pages * HostPage(tiers.pool, tiers.sink_cache is not None).page_bytes
+    return int(pages + sum(sum(draft.get_kv_size_bytes()) * pool.size // draft.size for draft in drafts))

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.sglang.hicache.host_page import FORMAT
 from sglang_kvq.sglang.hicache.host_pool import KVQuantHostPool, pages_of
 from sglang_kvq.sglang.runtime import Runtime, logger
@@ -100,8 +101,13 @@ def before_attach(controller: CacheController, storage_backend: str, *args: Any,
     Raises:
         ValueError: these pages have not been tried with it.
     """
+    from sglang.srt.mem_cache.utils import get_hash_str
+
     from sglang_kvq.sglang.hicache.checks import refused_storage
 
     if isinstance(controller.storage_host_pool, KVQuantHostPool):
         for problem in refused_storage(storage_backend):
             raise ValueError(problem)
+        # SGLang would compile it at the first look-up, on a thread. A flush gives that thread 10 s to end, and ends the
+        # server if it does not.
+        get_hash_str([0] * PAGE_SIZE)

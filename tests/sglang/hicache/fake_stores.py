@@ -1,6 +1,6 @@
 """Stand-ins for the clients of Mooncake and NIXL, over bytes that a test can damage.
 
-They copy by address, as the clients do, and only within memory that was registered. SGLang's own classes are above them.
+They copy by address, as the clients do, and only within memory that was registered. Above them are SGLang's classes.
 """
 
 from __future__ import annotations

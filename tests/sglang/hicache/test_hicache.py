@@ -15,19 +15,11 @@ from sglang_kvq.constants import PAGE_SIZE as P
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.formats.page import PageFormat
 from sglang_kvq.sglang import runtime
-from tests.cache.scheduler_model import PLANES, TWO_BITS, Model
+from tests.cache.scheduler_model import PLANES, Model
 from tests.cache.test_sink_token_cache import again, prompt
 from tests.cache.test_tiers import prefill
 
 RATIO = 2.0
-
-
-@pytest.fixture(autouse=True)
-def small_host(monkeypatch):
-    """SGLang leaves 10 GiB of host memory alone."""
-    from sglang.srt.mem_cache.pool_host import base
-
-    monkeypatch.setattr(base, "HICACHE_HOST_MEMORY_RESERVE_BYTES", 0)
 
 
 def indices(pages: list[int]) -> torch.Tensor:
@@ -74,18 +66,6 @@ def _operation(pages: list[int], rows: list[int]) -> SimpleNamespace:
 
 def _merged(queue: list[SimpleNamespace]) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.cat([o.host_indices for o in queue]), torch.cat([o.device_indices for o in queue])
-
-
-@pytest.fixture(params=[TWO_BITS, PLANES], ids=["two bits", "first tokens"])
-def m(request, monkeypatch) -> Model:
-    made = Model(60, 8, 2, 1, 2, format=request.param)
-    monkeypatch.setattr(runtime, "_current", SimpleNamespace(tiers=made.tiers))
-    return made
-
-
-@pytest.fixture
-def controller(m) -> Controller:
-    return Controller(m)
 
 
 def pages_in_tree(m: Model, text: list[int]) -> list[int]:
@@ -355,11 +335,17 @@ def test_names_differ_with_all_that_the_bytes_depend_on():
         *((name, None) for name in ("file", "mooncake", "nixl", "dynamic")),
     ],
 )
-def test_storage_that_is_attached_later_is_checked_too(controller, backend, text):
+def test_storage_that_is_attached_later_is_checked_too(controller, backend, text, monkeypatch):
+    """And the function of names is compiled then, not while a request waits and a flush may come."""
+    from sglang.srt.mem_cache import utils
+
     from sglang_kvq.sglang.hicache.storage import before_attach
 
+    named = []
+    monkeypatch.setattr(utils, "get_hash_str", named.append)
     if text is None:
         before_attach(controller, backend)
+        assert len(named) == 1
         return
     with pytest.raises(ValueError, match=f"--hicache-storage-backend {backend}: .*{text}"):
         before_attach(controller, backend)

@@ -13,15 +13,7 @@ from sglang_kvq.errors import KVQuantError
 from tests.cache.test_sink_token_cache import prompt
 from tests.cache.test_tiers import prefill
 from tests.sglang.hicache import fake_stores
-from tests.sglang.hicache.test_hicache import (  # noqa: F401 — fixtures
-    KEYS,
-    Controller,
-    controller,
-    indices,
-    m,
-    pages_in_tree,
-    small_host,
-)
+from tests.sglang.hicache.test_hicache import KEYS, Controller, indices, pages_in_tree
 
 TAG = "some/model-kvq1-test-0123"
 
@@ -52,7 +44,7 @@ class Store:
             **dict(is_mla_model=False, enable_storage_metrics=True, is_page_first_layout=True, model_name=TAG),
             extra_config=extra,
         )
-        self.backend = StorageBackendFactory._do_create_backend(name, config, controller.host)
+        self.backend = StorageBackendFactory.create_backend(name, config, controller.host)
         after_create(self.backend, StorageBackendFactory, name, config, controller.host)
         self.backend.register_mem_pool_host(controller.host)
         controller.storage_backend = self.backend
@@ -102,7 +94,7 @@ class Store:
 
 
 @pytest.fixture
-def create(controller, monkeypatch, tmp_path):  # noqa: F811
+def create(controller, monkeypatch, tmp_path):
     """``create("mooncake")``: a store."""
     from sglang.srt.environ import envs
 
@@ -114,7 +106,7 @@ def create(controller, monkeypatch, tmp_path):  # noqa: F811
 
 
 @pytest.fixture(params=["mooncake", "nixl objects", "nixl files"])
-def store(request, create, m, controller) -> Store:  # noqa: F811
+def store(request, create, m, controller) -> Store:
     """It has the pages ``KEYS`` of rows 1 to 4."""
     made = create(request.param)
     m.leave(prefill(m, prompt(1)), publish=True)
@@ -127,14 +119,14 @@ def flipped(page: bytes) -> bytes:
     return page[:100] + bytes([page[100] ^ 1]) + page[101:]
 
 
-def test_pages_come_back_and_each_is_one_object(store, controller):  # noqa: F811
+def test_pages_come_back_and_each_is_one_object(store, controller):
     assert store.read(KEYS, [6, 7, 8, 9]) == 4
     assert torch.equal(controller.host.kv_buffer[6:10], controller.host.kv_buffer[1:5])
     assert controller.host.damaged_pages == 0
     assert len(store.names()) == 4 and all("-kvq1-test-0123" in name for name in store.names())
 
 
-def test_a_damaged_page_is_a_miss_until_it_is_written_again(store, controller, caplog):  # noqa: F811
+def test_a_damaged_page_is_a_miss_until_it_is_written_again(store, controller, caplog):
     store.change("c", flipped)
     assert store.read(KEYS, [6, 7, 8, 9]) == 2
     assert controller.host.damaged_pages == 1 and "page c of the storage is damaged" in caplog.text
@@ -144,7 +136,7 @@ def test_a_damaged_page_is_a_miss_until_it_is_written_again(store, controller, c
     assert store.read(KEYS, [6, 7, 8, 9]) == 4 and controller.host.damaged_pages == 1
 
 
-def test_the_page_of_another_name_is_damaged(store, controller):  # noqa: F811
+def test_the_page_of_another_name_is_damaged(store, controller):
     found: list[bytes] = []
     store.change("d", lambda page: found.append(page) or page)
     store.change("b", lambda page: found[0])
@@ -152,7 +144,7 @@ def test_the_page_of_another_name_is_damaged(store, controller):  # noqa: F811
 
 
 @pytest.mark.parametrize("new", [lambda page: None, lambda page: page[:100]], ids=["lost", "too short"])
-def test_a_lost_or_short_page_is_a_miss(store, controller, new):  # noqa: F811
+def test_a_lost_or_short_page_is_a_miss(store, controller, new):
     """NIXL then reads none of the batch; a read leaves parts of others in the rows, which nobody uses."""
     store.change("c", new)
     assert store.read(KEYS, [6, 7, 8, 9]) == (2 if store.kind == "mooncake" else 0)
@@ -170,7 +162,17 @@ def test_workers_have_pages_of_their_own(create, kind):
         assert store.write(["a"], [1]) and store.has(["a"]) == 1
 
 
-def test_names_of_an_unknown_release_are_refused(controller):  # noqa: F811
+def test_a_back_end_within_another(create, monkeypatch):
+    """SGLang's own tests delay and fail calls of any back end."""
+    from sglang.srt.environ import envs
+
+    with envs.SGLANG_TEST_HICACHE_BACKEND_RANDOM_DELAY.override(0.001):
+        store = create("mooncake", 1, 2)
+    assert store.write(["a"], [1]) and store.has(["a"]) == 1
+    assert [name.endswith("a_2_1_k") for name in store.names()] == [True]
+
+
+def test_names_of_an_unknown_release_are_refused(controller):
     """Without these attributes, keys and values would be stored apart."""
     from sglang_kvq.sglang.hicache.stores import after_create
 
@@ -179,14 +181,16 @@ def test_names_of_an_unknown_release_are_refused(controller):  # noqa: F811
         ("nixl", SimpleNamespace()),
         ("mooncake", SimpleNamespace(is_mla_backend=False, mha_suffix="0")),
     ):
-        with pytest.raises(KVQuantError, match=f"--hicache-storage-backend {name}: .* names stored pages in an unknown"):
+        with pytest.raises(
+            KVQuantError, match=f"--hicache-storage-backend {name}: .* names stored pages in an unknown"
+        ):
             after_create(backend, None, name, config, controller.host)
     other = SimpleNamespace()
     after_create(other, None, "nixl", config, "another pool")
     assert not vars(other)
 
 
-def test_mooncake_says_what_it_did_not_remove(create, controller, caplog):  # noqa: F811
+def test_mooncake_says_what_it_did_not_remove(create, controller, caplog):
     store = create("mooncake")
     controller.host.remove_stored("nothing")
     assert not caplog.text, "it is gone already"
@@ -195,7 +199,7 @@ def test_mooncake_says_what_it_did_not_remove(create, controller, caplog):  # no
     assert "Mooncake did not remove the damaged page" in caplog.text and "error -600" in caplog.text
 
 
-def test_a_class_of_the_user_gets_pages_by_address(controller):  # noqa: F811
+def test_a_class_of_the_user_gets_pages_by_address(controller):
     """``interface_v1`` of ``dynamic`` takes the way of Mooncake: one address a page."""
     from sglang_kvq.sglang.hicache.stores import after_create
 
