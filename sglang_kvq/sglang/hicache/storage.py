@@ -37,7 +37,7 @@ def format_tag(state: Runtime, first_tokens: bool) -> str:
 def before_page_set(
     controller: CacheController, hash_values: Sequence[str], host_indices: torch.Tensor, *args: Any, **kwargs: Any
 ) -> None:
-    """BEFORE ``HiCacheController._generic_page_set`` and ``_page_set_zero_copy``: pages go to storage with a checksum."""
+    """BEFORE ``_generic_page_set`` and ``_page_set_zero_copy`` of SGLang's controller: pages get their checksums."""
     host = controller.storage_host_pool
     if isinstance(host, KVQuantHostPool):
         for key, page in zip(hash_values, pages_of(host_indices).tolist()):

@@ -11,7 +11,7 @@ from sglang_kvq.errors import KVQuantError
 from sglang_kvq.sglang.hicache.host_pool import KVQuantHostPool
 from sglang_kvq.sglang.runtime import logger
 
-#: What Mooncake's ``remove`` returns if there is no such object.
+#: Result of Mooncake's ``remove`` for an object that does not exist.
 _NO_OBJECT = -704
 
 
