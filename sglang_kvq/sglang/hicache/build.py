@@ -73,13 +73,17 @@ def around_packing(original: Original, *args: Any, **kwargs: Any) -> bool:
 def estimate_bytes(original: Original, params: Any, draft_plan: Any) -> int:
     """AROUND ``hicache_auto_size._estimate_hicache_bytes``: bytes of as many host pages as the device has pages.
 
-    A draft has a place for each of them, however many its own pool has.
+    A draft has a place for each of them. Windows have their own pool.
     """
+    from sglang.srt.mem_cache.hicache_auto_size import _draft_bytes, _pool_bytes
+
     pool = params.token_to_kv_pool_allocator.get_kvcache()
-    if not isinstance(pool, KVQuantPool):
+    full = getattr(pool, "full_kv_pool", pool)
+    if not isinstance(full, KVQuantPool):
         bytes_of_others: int = original(params, draft_plan)
         return bytes_of_others
     tiers = runtime.live_tiers()
+    ours = full.layout.pages * HostPage(tiers.pool, tiers.sink_cache is not None).page_bytes
+    windows = 0 if full is pool else _pool_bytes(pool.swa_kv_pool)
     drafts = () if draft_plan is None else draft_plan.device_pools
-    pages = pool.layout.pages * HostPage(tiers.pool, tiers.sink_cache is not None).page_bytes
-    return int(pages + sum(sum(draft.get_kv_size_bytes()) * pool.size // draft.size for draft in drafts))
+    return int(ours + windows + sum(_draft_bytes(pool, draft) for draft in drafts))

@@ -58,6 +58,8 @@ def _names_have_namespaces() -> bool:
     return hasattr(utils, "storage_namespace_seed")
 
 
+#: Why storage is refused for models with sliding windows.
+WINDOWS_STORED = "SGLang stores this model's sliding windows without a checksum, so damage would change answers"
 _TWO = "it stores keys and values of a page apart, and has not been tried with pages that are one"
 _WHY_NOT = {
     **dict.fromkeys(("hf3fs", "eic", "simm", "mori", "tensorcast", "seaweedfs"), _TWO),
@@ -78,7 +80,14 @@ def check_resolved(server_args: ServerArgs, config: KVQuantConfig, model: ModelC
 
     for wrong, why in (
         (mambaish_config(model) is not None, "this model's recurrent states are not moved to the host yet"),
-        (model.is_hybrid_swa, "this model's sliding windows are not moved to the host yet"),
+        (
+            model.is_hybrid_swa and compat.resolved(server_args, "hicache_storage_backend") is not None,
+            f"{WINDOWS_STORED}; leave out --hicache-storage-backend",
+        ),
+        (
+            model.is_hybrid_swa and compat.resolved(server_args, "speculative_algorithm") is not None,
+            "drafts are not tried with sliding windows that come from the host; leave out --speculative-algorithm",
+        ),
         (
             config.episodic is not None and config.episodic.policy == EPICACHE,
             "episodes are not tried with it; use --episodic-policy retrieve",

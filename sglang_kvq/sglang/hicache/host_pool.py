@@ -123,6 +123,8 @@ class KVQuantHostPool(HostKVCache):
                 f"kv-quant: {len(host_indices)} pages go to the host, {len(self.places)} were announced; please report "
                 "this."
             )
+        if not len(self.places):
+            return
         self.page.layout.backup(self.pool, device_indices, self.kv_buffer, self.places)
         if self.gathered is not None:
             self.page.put_tokens(self.kv_buffer, *self.gathered)

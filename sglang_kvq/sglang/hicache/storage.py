@@ -103,11 +103,13 @@ def before_attach(controller: CacheController, storage_backend: str, *args: Any,
     """
     from sglang.srt.mem_cache.utils import get_hash_str
 
-    from sglang_kvq.sglang.hicache.checks import refused_storage
+    from sglang_kvq.sglang.hicache.checks import WINDOWS_STORED, refused_storage
 
     if isinstance(controller.storage_host_pool, KVQuantHostPool):
         for problem in refused_storage(storage_backend):
             raise ValueError(problem)
+        if any(entry.name == "swa" for entry in getattr(controller.mem_pool_host, "entries", ())):
+            raise ValueError(f"--hicache-storage-backend {storage_backend}: {WINDOWS_STORED}; serve without storage.")
         # SGLang would compile it at the first look-up, on a thread. A flush gives that thread 10 s to end, and ends the
         # server if it does not.
         get_hash_str([0] * PAGE_SIZE)

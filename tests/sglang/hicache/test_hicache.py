@@ -43,7 +43,7 @@ class Controller(SimpleNamespace):
         """Pages of nodes of the tree to rows of the host."""
         from sglang_kvq.sglang.hicache.transfers import before_start_writing
 
-        self.write_queue = [_operation(pages, rows) for pages, rows in nodes]
+        self.write_queue = [_operation(*_words(node)) for node in nodes]
         before_start_writing(self)
         host, device = _merged(self.write_queue)
         self.write_queue = []
@@ -52,7 +52,7 @@ class Controller(SimpleNamespace):
     def load(self, *nodes: tuple[list[int], list[int]]) -> None:
         from sglang_kvq.sglang.hicache.transfers import before_start_loading
 
-        self.load_queue = [_operation(pages, rows) for pages, rows in nodes]
+        self.load_queue = [_operation(*_words(node)) for node in nodes]
         before_start_loading(self)
         host, device = _merged(self.load_queue)
         self.load_queue = []
@@ -60,8 +60,16 @@ class Controller(SimpleNamespace):
             self.host.load_to_device_per_layer(None, host, device, layer, "kernel")
 
 
-def _operation(pages: list[int], rows: list[int]) -> SimpleNamespace:
-    return SimpleNamespace(device_indices=indices(pages), host_indices=indices(rows))
+def _operation(pages: list[int] | SimpleNamespace, rows: list[int] = ()) -> SimpleNamespace:
+    return (
+        pages
+        if isinstance(pages, SimpleNamespace)
+        else SimpleNamespace(device_indices=indices(pages), host_indices=indices(rows))
+    )
+
+
+def _words(node) -> tuple:
+    return node if isinstance(node, tuple) else (node,)
 
 
 def _merged(queue: list[SimpleNamespace]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -178,6 +186,26 @@ def test_a_page_that_counts_as_quantized_is_not_loaded_into(m, controller):
     controller.write((pages, [1, 2, 3, 4, 5]))
     controller.load((pages[:1], [1]))
     assert int(m.tiers.errors) == 1
+
+
+def test_operations_without_pages_of_ours_move_nothing(m, controller):
+    """SGLang queues them for windows alone, between others or by themselves."""
+    text, none = prompt(1), SimpleNamespace(device_indices=indices([1])[:0], host_indices=indices([1])[:0])
+    m.leave(prefill(m, text), publish=True)
+    pages = pages_in_tree(m, text)
+    controller.write((pages, [1, 2, 3, 4, 5]))
+    kept = controller.host.kv_buffer.clone()
+    for way in ("write", "load"):
+        getattr(controller, way)(none)
+        assert torch.equal(controller.host.kv_buffer, kept)
+    evicted(m, text)
+    back = m.take_pages(5)
+    controller.load(none, (back, [1, 2, 3, 4, 5]))
+    assert bool(m.tiers.page_valid[back].all()) and int(m.tiers.errors) == 0
+    controller.write(none, (back[:2], [6, 7]))
+    assert torch.equal(
+        controller.host.kv_buffer[6, : m.pool.records[0][0].nbytes], kept[1, : m.pool.records[0][0].nbytes]
+    )
 
 
 @pytest.mark.parametrize("way", ["write", "load"])
@@ -351,6 +379,14 @@ def test_storage_that_is_attached_later_is_checked_too(controller, backend, text
         before_attach(controller, backend)
 
 
+def test_windows_are_not_stored(controller):
+    from sglang_kvq.sglang.hicache.storage import before_attach
+
+    controller.mem_pool_host.entries = [SimpleNamespace(name="kv"), SimpleNamespace(name="swa")]
+    with pytest.raises(ValueError, match="--hicache-storage-backend file: .*sliding windows without a checksum"):
+        before_attach(controller, "file")
+
+
 def test_sizes(m, controller):
     page = controller.host.page
     assert controller.host.size == m.pool.pages * RATIO * P + P
@@ -392,6 +428,8 @@ def test_host_memory_is_sized_by_host_pages(m, controller, device_pool):
     # A draft has a place for each page, although its own pool may have fewer.
     device_pool.size = 600
     draft = SimpleNamespace(size=200, get_kv_size_bytes=lambda: (1000, 500))
+    both = SimpleNamespace(full_kv_pool=device_pool, swa_kv_pool=draft, size=600)
+    assert estimate_bytes(None, params(both), None) == ours + 1500, "windows have as many places as on the device"
     assert estimate_bytes(None, params(device_pool), SimpleNamespace(device_pools=())) == ours
     assert estimate_bytes(None, params(device_pool), SimpleNamespace(device_pools=(draft,))) == ours + 4500
     other = params("another pool")

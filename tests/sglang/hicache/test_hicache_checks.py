@@ -83,7 +83,8 @@ def resolved(monkeypatch):
     ("settings", "text"),
     [
         ({"states": True}, "recurrent states are not moved"),
-        ({"is_hybrid_swa": True}, "sliding windows are not moved"),
+        ({"is_hybrid_swa": True, "hicache_storage_backend": "file"}, "windows without a checksum"),
+        ({"is_hybrid_swa": True, "speculative_algorithm": "NGRAM"}, "leave out --speculative-algorithm"),
         ({"kv_canary": "raise"}, "leave out --kv-canary"),
         ({"config": SimpleNamespace(episodic=SimpleNamespace(policy="epicache"))}, "use --episodic-policy retrieve"),
     ],
@@ -114,4 +115,8 @@ def test_chosen_pages_need_names_with_namespaces(resolved, monkeypatch):
 
 def test_a_plain_model_passes(resolved):
     resolved()
-    resolved(kv_canary="none", speculative_algorithm="NEXTN")
+    resolved(kv_canary="none", speculative_algorithm="NEXTN", hicache_storage_backend="nixl")
+
+
+def test_windows_pass_with_the_host_alone(resolved):
+    resolved(is_hybrid_swa=True)
