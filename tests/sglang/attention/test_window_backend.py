@@ -88,7 +88,7 @@ def test_both_layers_in_chunks_and_a_step(model, backend, with_sinks):
 
 @pytest.mark.skipif(compat.applies(OLD_TREE, compat.sglang_version()), reason="pages never come from the host")
 def test_both_layers_wait_for_pages_from_the_host(model, backend):
-    """SGLang's pool of both kinds knows what to wait for, by the model's layers; our pool is told that nothing comes."""
+    """SGLang's pool of both kinds knows what to wait for, by the model's layers; ours is told that nothing comes."""
     waited = []
     model.both.register_layer_transfer_counter(SimpleNamespace(wait_until=waited.append))
     model.write_row(1, 0, model.take_pages(6))
