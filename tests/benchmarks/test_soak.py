@@ -133,7 +133,7 @@ def test_a_sound_server_passes(run, second):
 
 def test_pages_must_come_from_the_host_if_they_may(run):
     """Else nothing was shown of HiCache."""
-    for place, passes in (("device", False), ("host", True), ("storage", True)):
+    for place, passes in (("device", False), ("storage", True)):
         server = FakeServer()
         server.places = {"device": 5, place: 64}
         passed, row = run(server, hicache="file")
