@@ -181,9 +181,9 @@ def test_first_tokens_come_along(start, servers, tmp_path):
 
 def test_host_memory_as_a_buffer(start, storage):
     """It keeps nothing: what left the device comes from storage, and what storage lost is written again."""
-    client = start("--kv-quant", "int2", "--hicache-host-memory-mode", "buffer_only")
+    client = start("--kv-quant", "hadamard", "--hicache-host-memory-mode", "buffer_only")
     want = stayed(client)
-    file = stored(storage, 0)[3]
+    file = stored(storage, 0, "hadamard")[3]
     for leaves in (push_out, Client.flush):
         leaves(client)
         place, logprobs = ask(client, 0)
