@@ -486,6 +486,7 @@ class Soak:
             and row["aborted"] > 0
             and (self.cpu or row["retractions"] > 0)
             and (row["wrong_page_seen"] or 0) >= 0.5
+            and (not row["hicache"] or sum(row["cached_tokens"].get(place, 0) for place in ("host", "storage")) > 0)
         )
         print("passed" if passed else "FAILED", self.args.out, f"{time.monotonic() - self.begin:.0f} s", flush=True)
         return passed

@@ -32,7 +32,11 @@ NIGHTLY = {
     r"e2e/modes/test_priorities": "tests/e2e/test_serving.py: retraction",
     # Servers: of a file, what its other tests show too.
     r"e2e/test_hybrid\.py.*\[no radix cache\]": "tests/e2e/test_hybrid.py: differs from the other in a lookup",
-    r"e2e/test_hicache\.py::test_(write_back|first_)": "tests/sglang/hicache/test_hicache.py: what is ours of it",
+    r"e2e/test_hicache\.py::test_(write_back|first_|host_memory)": "tests/sglang/hicache/test_hicache.py: what is ours",
+    r"e2e/test_hicache_stores\.py": "tests/sglang/hicache/test_stores.py: SGLang's classes over other clients",
+    r"e2e/test_hicache_windows\.py": "tests/sglang/hicache and tests/sglang/attention/test_window_backend.py",
+    r"e2e/test_hicache_drafts\.py": "tests/sglang/hicache/test_hicache.py: a draft's host pool; "
+    "tests/sglang/attention/test_verify.py",
     r"e2e/test_newcomer\.py::test_demo": "tests/e2e/test_demo.py: the program",
     r"e2e/test_newcomer\.py::test_doctor.*\[wheel\]": "tests/e2e/test_newcomer.py: the quick start calls kvq doctor",
     r"e2e/test_serving\.py::test_streaming_sessions_find": "tests/e2e/test_serving.py: the same numbers, written down",

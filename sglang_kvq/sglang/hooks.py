@@ -338,6 +338,8 @@ _SCHEDULER: tuple[Hook, ...] = (
     around(f"{_ASSEMBLER}.build_kv_host_pool("
          "kv_pool, page_size, use_mla, override_kv_cache_dim, host_size, mtp_draft_device_pools, pool_label)",
          "hicache.build:build_kv_host_pool", "builds the pool of quantized pages in host memory", only=NEW_TREE),
+    around("speculative.base_spec_worker._can_pack_hicache_mtp(spec_algorithm, draft_runners)",
+         "hicache.build:around_packing", "keeps drafts apart from quantized pages", only=NEW_TREE),
     around("mem_cache.hicache_auto_size._estimate_hicache_bytes(params, draft_plan)",
          "hicache.build:estimate_bytes", "sizes host memory", only=NEW_TREE),
     subclass("mem_cache.pool_host.base.HostKVCache.__init__("
@@ -367,16 +369,28 @@ _SCHEDULER: tuple[Hook, ...] = (
          "which pages move", only=NEW_TREE),
     call("managers.cache_controller.LayerDoneCounter.wait_until(threshold)",
          "a layer's pages have come from the host", only=NEW_TREE),
+    call("mem_cache.swa_memory_pool.SWAKVPool._wait_for_layer(layer_id)",
+         "a layer's pages have come from the host, beside layers with windows", only=NEW_TREE),
+    call("mem_cache.hicache_auto_size._pool_bytes(pool)", "bytes of windows on the host", only=NEW_TREE),
+    call("mem_cache.hicache_auto_size._draft_bytes(target, draft)", "bytes of drafts on the host", only=NEW_TREE),
     subclass("mem_cache.memory_pool.KVCache.register_layer_transfer_counter(layer_transfer_counter)",
          "a layer's pages have come from the host"),
     before(f"{_CONTROLLER}._generic_page_set(hash_values, host_indices, extra_info)",
          "hicache.storage:before_page_set", "checksums of pages in storage", only=NEW_TREE),
     around(f"{_CONTROLLER}._generic_page_get(operation, hash_values, host_indices, extra_info)",
          "hicache.storage:around_page_get", "a damaged page is computed again", only=NEW_TREE),
+    before(f"{_CONTROLLER}._page_set_zero_copy(hash_values, host_indices, extra_info)",
+         "hicache.storage:before_page_set", "checksums of pages in storage", only=NEW_TREE),
+    around(f"{_CONTROLLER}._page_get_zero_copy(operation, hash_values, host_indices, extra_info)",
+         "hicache.storage:around_page_get", "a damaged page is computed again", only=NEW_TREE),
+    after("mem_cache.storage.backend_factory.StorageBackendFactory.create_backend("
+         "backend_name, storage_config, mem_pool_host)",
+         "hicache.stores:after_create", "a quantized page is one object", only=NEW_TREE),
     call("mem_cache.hicache_storage.HiCacheFile._get_suffixed_key(key)", "removes a damaged page", only=NEW_TREE),
     before(f"{_CONTROLLER}.attach_storage_backend("
          "storage_backend, prefetch_threshold, model_name, storage_backend_extra_config)",
          "hicache.storage:before_attach", "refuses storage that does not fit", only=NEW_TREE),
+    call("mem_cache.utils.get_hash_str(token_ids)", "compiles what names stored pages", only=NEW_TREE),
     # Looking inside
     around("managers.scheduler_components.invariant_checker.SchedulerInvariantChecker._check_tree_cache()",
          "observe:check_when_idle", "checks the tiers when idle"),

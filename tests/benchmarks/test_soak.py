@@ -27,6 +27,7 @@ class FakeServer:
     def __init__(self, wrong_every: int = 0, held: tuple[str, ...] = ()) -> None:
         self.wrong_every, self.held, self.count, self.lock = wrong_every, list(held), 0, threading.Lock()
         self.running, self.sessions = True, {}
+        self.places: dict[str, int] | None = None  #: where prompts were cached
 
     def start(self, timeout: float) -> None: ...
 
@@ -86,14 +87,15 @@ class FakeServer:
         inputs = [[None, 0, None]] + [
             [self.logprob(ids[:at], ids[at], 0.0), ids[at], None] for at in range(start + 1, len(ids))
         ]
-        return {
-            "meta_info": {"id": "1", "cached_tokens": 0, "output_token_logprobs": pairs, "input_token_logprobs": inputs}
-        }
+        meta = {"id": "1", "cached_tokens": 0, "output_token_logprobs": pairs, "input_token_logprobs": inputs}
+        return {"meta_info": {**meta, "cached_tokens_details": self.places}}
 
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    def soaked(server: FakeServer, second: bool = True, fault: bool = False) -> tuple[bool, dict]:
+    def soaked(
+        server: FakeServer, second: bool = True, fault: bool = False, hicache: str | None = None
+    ) -> tuple[bool, dict]:
         monkeypatch.setattr(soak.sys, "argv", ["soak.py"])
         args = argparse.Namespace(
             out=tmp_path / "soak.json",
@@ -107,7 +109,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
             speculation="none",
             seed=1,
             fault=fault,
-            hicache=None,
+            hicache=hicache,
             pair=False,
             logs=None,
         )
@@ -127,6 +129,15 @@ def test_a_sound_server_passes(run, second):
     assert row["compared"] > 20 and row["wrong_answers"] == row["errors"] == row["leaked_tokens"] == 0
     assert row["aborted"] > 0 and row["retractions"] == 2 and row["wrong_page_seen"] > 0.5
     assert set(row["kinds"]) >= {"single", "pair", "conversation", "session", "abort", "disconnect"}
+
+
+def test_pages_must_come_from_the_host_if_they_may(run):
+    """Else nothing was shown of HiCache."""
+    for place, passes in (("device", False), ("storage", True)):
+        server = FakeServer()
+        server.places = {"device": 5, place: 64}
+        passed, row = run(server, hicache="file")
+        assert passed is passes and row["cached_tokens"][place] > 0, row
 
 
 @pytest.mark.parametrize("second", [True, False])

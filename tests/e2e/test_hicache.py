@@ -94,6 +94,28 @@ def wait_for(holds: Callable[[], bool], what: str) -> None:
         time.sleep(0.2)
 
 
+def page_names(index: int) -> list[str]:
+    """SGLang's names of a prompt's pages, without the model's."""
+    from sglang.srt.mem_cache.utils import get_hash_str
+
+    names: list[str] = []
+    for page in range(PAGES):
+        names.append(get_hash_str(prompt(index)[page * PAGE_SIZE :][:PAGE_SIZE], names[-1] if names else None))
+    return names
+
+
+def stored(storage: Path, index: int, method: str = "int2") -> list[Path]:
+    """The files of a prompt's pages, once all are there."""
+    found: list[Path] = []
+
+    def there() -> bool:
+        found[:] = [file for name in page_names(index) for file in storage.glob(f"{name}*-kvq1-{method}-*.bin")]
+        return len(found) == PAGES
+
+    wait_for(there, "pages do not arrive in storage")
+    return found
+
+
 def test_answers_from_host_and_storage_are_those_of_pages_that_stayed(start, storage):
     client = start("--kv-quant", "int2")
     want = stayed(client)
@@ -112,17 +134,9 @@ def test_answers_from_host_and_storage_are_those_of_pages_that_stayed(start, sto
 
 
 def test_a_damaged_file_is_a_miss_and_is_written_again(start, storage):
-    from sglang.srt.mem_cache.utils import get_hash_str
-
     client, mine = start("--kv-quant", "int2"), 50
     ask(client, mine)
-    name, names = None, []
-    for page in range(PAGES):
-        name = get_hash_str(prompt(mine)[page * PAGE_SIZE : (page + 1) * PAGE_SIZE], name)
-        names.append(name)
-    wait_for(lambda: all(list(storage.glob(f"{name}*.bin")) for name in names), "pages do not arrive in storage")
-
-    (file,) = storage.glob(f"{names[3]}*.bin")
+    file = stored(storage, mine)[3]
     good = file.read_bytes()
     file.write_bytes(good[:1000] + bytes([good[1000] ^ 4]) + good[1001:])
     client.flush()
@@ -130,7 +144,7 @@ def test_a_damaged_file_is_a_miss_and_is_written_again(start, storage):
     eventually(client, lambda values: values.get("sglang_kvq_damaged_pages_total") == 1)
     wait_for(file.exists, "the page is not written again")
 
-    (file,) = storage.glob(f"{names[1]}*.bin")
+    file = stored(storage, mine)[1]
     file.write_bytes(good[:-1])
     client.flush()
     assert ask(client, mine)[0] == at("storage", PAGE_SIZE)
@@ -163,3 +177,25 @@ def test_first_tokens_come_along(start, servers, tmp_path):
     place, logprobs = ask(client, 0)
     assert place == at("storage") and logprobs == want
     assert client.state()["errors"] == 0
+
+
+def test_host_memory_as_a_buffer(start, storage):
+    """It keeps nothing: what left the device comes from storage, and what storage lost is written again."""
+    client = start("--kv-quant", "hadamard", "--hicache-host-memory-mode", "buffer_only")
+    want = stayed(client)
+    file = stored(storage, 0, "hadamard")[3]
+    for leaves in (push_out, Client.flush):
+        leaves(client)
+        place, logprobs = ask(client, 0)
+        assert place == at("storage") and logprobs == want
+    good = file.read_bytes()
+    file.write_bytes(good[:1000] + bytes([good[1000] ^ 4]) + good[1001:])
+    client.flush()
+    assert ask(client, 0)[0] == at("storage", 3 * PAGE_SIZE)
+    # SGLang believes that the page is stored until it has asked once more.
+    client.flush()
+    ask(client, 0)
+    wait_for(file.exists, "the page is not written again")
+    client.flush()
+    assert ask(client, 0)[0] == at("storage")
+    assert client.state()["damaged_pages"] == 1 and client.state()["errors"] == 0

@@ -109,7 +109,15 @@ class WindowedBackend(AttentionBackend):
         return out
 
     def _of(self, layer: AttentionLayer) -> AttentionBackend:
-        return self.full if layer.layer_id in self.full.index_of else self.windows
+        """The backend of a layer.
+
+        Pages may be on their way from the host. SGLang's pool of both kinds waits for them, and ours knows nothing.
+        """
+        if layer.layer_id not in self.full.index_of:
+            return self.windows
+        if getattr(self.token_to_kv_pool, "layer_transfer_counter", None) is not None:
+            self.token_to_kv_pool._wait_for_layer(layer.layer_id)
+        return self.full
 
 
 def create_window_backend(model_runner: ModelRunner) -> AttentionBackend:

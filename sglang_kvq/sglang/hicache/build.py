@@ -34,7 +34,7 @@ def build_kv_host_pool(
             **rest,
         )
     if mtp_draft_device_pools:
-        raise SystemExit("--enable-hierarchical-cache: a draft model's pages are not kept on the host yet.")
+        raise RuntimeError("kv-quant: a draft's layers are to be rows of our pages; please report this.")
     from sglang.srt.mem_cache.pool_host.common import get_allocator_type
     from sglang.srt.runtime_context import get_memory
 
@@ -61,11 +61,29 @@ def build_kv_host_pool(
     return pool
 
 
+def around_packing(original: Original, *args: Any, **kwargs: Any) -> bool:
+    """AROUND ``base_spec_worker._can_pack_hicache_mtp``: layers of NEXTN drafts are no part of our rows.
+
+    SGLang then keeps them as those of other draft models: in BF16, in a host pool of their own with a place for each of
+    our pages, whose copies go with ours.
+    """
+    return False
+
+
 def estimate_bytes(original: Original, params: Any, draft_plan: Any) -> int:
-    """AROUND ``hicache_auto_size._estimate_hicache_bytes``: bytes of as many host pages as the device has pages."""
+    """AROUND ``hicache_auto_size._estimate_hicache_bytes``: bytes of as many host pages as the device has pages.
+
+    A draft has a place for each of them. Windows have their own pool.
+    """
+    from sglang.srt.mem_cache.hicache_auto_size import _draft_bytes, _pool_bytes
+
     pool = params.token_to_kv_pool_allocator.get_kvcache()
-    if not isinstance(pool, KVQuantPool):
+    full = getattr(pool, "full_kv_pool", pool)
+    if not isinstance(full, KVQuantPool):
         bytes_of_others: int = original(params, draft_plan)
         return bytes_of_others
     tiers = runtime.live_tiers()
-    return pool.layout.pages * HostPage(tiers.pool, tiers.sink_cache is not None).page_bytes
+    ours = full.layout.pages * HostPage(tiers.pool, tiers.sink_cache is not None).page_bytes
+    windows = 0 if full is pool else _pool_bytes(pool.swa_kv_pool)
+    drafts = () if draft_plan is None else draft_plan.device_pools
+    return int(ours + windows + sum(_draft_bytes(pool, draft) for draft in drafts))

@@ -15,13 +15,12 @@ from sglang_kvq.sglang.prefix.selection import ENABLED
 from sglang_kvq.sglang.types import ModelConfig, ServerArgs
 
 #: Storage that has been tried with quantized pages. ``dynamic`` is a class of the user's.
-STORAGE = ("file", "dynamic")
+STORAGE = ("file", "mooncake", "nixl", "dynamic")
 
 #: Settings of HiCache: field, values that work, why others do not.
 _SETTINGS = (
     ("hicache_io_backend", ("kernel",), "pages are copied by kernels, as their width differs by layer; leave it out"),
     ("hicache_mem_layout", ("page_first",), "quantized pages have one layout in host memory; leave it out"),
-    ("hicache_host_memory_mode", ("cache",), "host memory as a buffer of storage is not served yet; use cache"),
 )
 
 
@@ -40,24 +39,15 @@ def refused_flags(values: Mapping[str, Any]) -> Iterator[str]:
         if values.get(field) not in (None, *allowed):
             yield f"--{field.replace('_', '-')} {values[field]}: {why}."
     if (backend := values.get("hicache_storage_backend")) is not None:
-        yield from refused_storage(backend, {})
+        yield from refused_storage(backend)
 
 
-def refused_storage(backend: str, extra_config: Mapping[str, Any]) -> Iterator[str]:
-    """Yields a text if pages cannot be stored there.
-
-    Args:
-        extra_config: SGLang's ``--hicache-storage-backend-extra-config``, parsed; empty if it is not known yet.
-    """
+def refused_storage(backend: str) -> Iterator[str]:
+    """Yields a text if pages cannot be stored there."""
     if backend not in STORAGE:
         yield (
             f"--hicache-storage-backend {backend}: {_WHY_NOT.get(backend, 'it has not been tried with these pages')}; "
-            f"use {' or '.join(STORAGE)}."
-        )
-    elif backend == "dynamic" and extra_config.get("interface_v1"):
-        yield (
-            "--hicache-storage-backend dynamic: interface_v1 passes the bytes by, so they have no checksum; leave "
-            "interface_v1 out of --hicache-storage-backend-extra-config."
+            f"use {', '.join(STORAGE[:-1])} or {STORAGE[-1]}."
         )
 
 
@@ -68,9 +58,11 @@ def _names_have_namespaces() -> bool:
     return hasattr(utils, "storage_namespace_seed")
 
 
+#: Why storage is refused for models with sliding windows.
+WINDOWS_STORED = "SGLang stores this model's sliding windows without a checksum, so damage would change answers"
 _TWO = "it stores keys and values of a page apart, and has not been tried with pages that are one"
 _WHY_NOT = {
-    **dict.fromkeys(("mooncake", "nixl", "hf3fs", "eic", "simm", "mori", "tensorcast", "seaweedfs"), _TWO),
+    **dict.fromkeys(("hf3fs", "eic", "simm", "mori", "tensorcast", "seaweedfs"), _TWO),
     "aibrix": "it wants the shapes of plain keys and values, which quantized pages do not have",
     "npu_memcache": "it is for NPUs",
 }
@@ -88,10 +80,13 @@ def check_resolved(server_args: ServerArgs, config: KVQuantConfig, model: ModelC
 
     for wrong, why in (
         (mambaish_config(model) is not None, "this model's recurrent states are not moved to the host yet"),
-        (model.is_hybrid_swa, "this model's sliding windows are not moved to the host yet"),
         (
-            compat.resolved(server_args, "speculative_algorithm") is not None,
-            "drafts are not tried with pages that come from the host; leave out --speculative-algorithm",
+            model.is_hybrid_swa and compat.resolved(server_args, "hicache_storage_backend") is not None,
+            f"{WINDOWS_STORED}; leave out --hicache-storage-backend",
+        ),
+        (
+            model.is_hybrid_swa and compat.resolved(server_args, "speculative_algorithm") is not None,
+            "drafts are not tried with sliding windows that come from the host; leave out --speculative-algorithm",
         ),
         (
             config.episodic is not None and config.episodic.policy == EPICACHE,

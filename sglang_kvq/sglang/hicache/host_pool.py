@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ class KVQuantHostPool(HostKVCache):
         places: int64 ``[n]`` on the host, rows of the backup that begins next: SGLang passes them on the device.
         gathered: first tokens of the backup that begins next, and the rows that they belong to.
         damaged_pages: pages of storage that were not as they had been written, since the start.
+        remove_stored: removes a page from the attached storage, by its key; None if the storage has no way.
     """
 
     kv_buffer: torch.Tensor
@@ -51,6 +53,7 @@ class KVQuantHostPool(HostKVCache):
         self.places = torch.empty(0, dtype=torch.int64)
         self.gathered: tuple[list[int], torch.Tensor] | None = None
         self.damaged_pages = 0
+        self.remove_stored: Callable[[str], None] | None = None
         self.layer_num = self.target_layer_num = tiers.pool.layers
         super().__init__(
             dtype=torch.uint8,
@@ -75,7 +78,8 @@ class KVQuantHostPool(HostKVCache):
         return self.page.page_bytes // PAGE_SIZE
 
     def get_ksize_per_token(self) -> int:
-        return self.get_size_per_token() // 2
+        """Bytes of the one object per page: Mooncake measures its bandwidth by them."""
+        return self.get_size_per_token()
 
     def init_kv_buffer(self) -> torch.Tensor:
         allocate = ALLOC_MEMORY_FUNCS[self.pool.device.type]
@@ -89,7 +93,8 @@ class KVQuantHostPool(HostKVCache):
         return buffer
 
     def is_stride_page_aligned(self, page_size_bytes: int = 4096) -> bool:
-        return self.page.page_bytes % page_size_bytes == 0
+        """Returns whether storage may read and write rows past the system's cache, where they lie."""
+        return self.page.page_bytes % page_size_bytes == 0 and self.kv_buffer.data_ptr() % page_size_bytes == 0
 
     # -- between device and host, on SGLang's transfer streams ---------------------------------------------
 
@@ -118,6 +123,8 @@ class KVQuantHostPool(HostKVCache):
                 f"kv-quant: {len(host_indices)} pages go to the host, {len(self.places)} were announced; please report "
                 "this."
             )
+        if not len(self.places):
+            return
         self.page.layout.backup(self.pool, device_indices, self.kv_buffer, self.places)
         if self.gathered is not None:
             self.page.put_tokens(self.kv_buffer, *self.gathered)

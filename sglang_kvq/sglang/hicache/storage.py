@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.sglang.hicache.host_page import FORMAT
 from sglang_kvq.sglang.hicache.host_pool import KVQuantHostPool, pages_of
 from sglang_kvq.sglang.runtime import Runtime, logger
@@ -37,7 +37,7 @@ def format_tag(state: Runtime, first_tokens: bool) -> str:
 def before_page_set(
     controller: CacheController, hash_values: Sequence[str], host_indices: torch.Tensor, *args: Any, **kwargs: Any
 ) -> None:
-    """BEFORE ``HiCacheController._generic_page_set``: pages go to storage with a checksum."""
+    """BEFORE ``_generic_page_set`` and ``_page_set_zero_copy`` of SGLang's controller: pages get their checksums."""
     host = controller.storage_host_pool
     if isinstance(host, KVQuantHostPool):
         for key, page in zip(hash_values, pages_of(host_indices).tolist()):
@@ -53,10 +53,10 @@ def around_page_get(
     *args: Any,
     **kwargs: Any,
 ) -> int:
-    """AROUND ``HiCacheController._generic_page_get``: returns how many pages have come, up to the first damaged one.
+    """AROUND ``HiCacheController._generic_page_get`` and ``_page_get_zero_copy``.
 
-    SGLang computes what is missing. A file that is too short raises, also for the pages before it: they are read again,
-    one by one.
+    Returns how many pages have come, up to the first damaged one. SGLang computes what is missing. A file that is too
+    short raises, also for the pages before it: they are read again, one by one.
     """
     host = self.storage_host_pool
     if not isinstance(host, KVQuantHostPool):
@@ -83,17 +83,15 @@ def around_page_get(
 
 
 def _damaged(controller: CacheController, key: str, why: str) -> int:
-    """Counts a damaged page and removes its file; returns 0, the number of pages that came with it.
+    """Counts a damaged page and removes it; returns 0, the number of pages that came with it.
 
-    SGLang never writes a page again that storage has. It has no way to remove one, so other storage keeps it.
+    SGLang does not write a page again that storage has.
     """
-    from sglang.srt.mem_cache.hicache_storage import HiCacheFile
-
-    controller.storage_host_pool.damaged_pages += 1
+    host = controller.storage_host_pool
+    host.damaged_pages += 1
     logger.warning("kv-quant: page %s of the storage is damaged and is computed again: %s", key, why)
-    backend = controller.storage_backend
-    if isinstance(backend, HiCacheFile):
-        Path(backend.file_path, f"{backend._get_suffixed_key(key)}.bin").unlink(missing_ok=True)
+    if host.remove_stored is not None:
+        host.remove_stored(key)
     return 0
 
 
@@ -103,9 +101,15 @@ def before_attach(controller: CacheController, storage_backend: str, *args: Any,
     Raises:
         ValueError: these pages have not been tried with it.
     """
-    from sglang_kvq.sglang.hicache.checks import refused_storage
+    from sglang.srt.mem_cache.utils import get_hash_str
 
-    config = kwargs.get("storage_backend_extra_config") or {}
+    from sglang_kvq.sglang.hicache.checks import WINDOWS_STORED, refused_storage
+
     if isinstance(controller.storage_host_pool, KVQuantHostPool):
-        for problem in refused_storage(storage_backend, config):
+        for problem in refused_storage(storage_backend):
             raise ValueError(problem)
+        if any(entry.name == "swa" for entry in getattr(controller.mem_pool_host, "entries", ())):
+            raise ValueError(f"--hicache-storage-backend {storage_backend}: {WINDOWS_STORED}; serve without storage.")
+        # SGLang would compile it at the first look-up, on a thread. A flush gives that thread 10 s to end, and ends the
+        # server if it does not.
+        get_hash_str([0] * PAGE_SIZE)

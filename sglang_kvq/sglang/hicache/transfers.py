@@ -28,8 +28,11 @@ from sglang_kvq.sglang.types import CacheController
 
 def before_start_writing(controller: CacheController) -> None:
     """BEFORE ``HiCacheController.start_writing``, which copies the pages of its queue to the host."""
-    host, queue = host_pool_of(controller), controller.write_queue
-    if host is None or not queue:
+    if (host := host_pool_of(controller)) is None:
+        return
+    queue = _with_pages(controller.write_queue)
+    host.places = torch.empty(0, dtype=torch.int64)
+    if not queue:
         return
     tiers = runtime.live_tiers()
     with _layers_stream(controller, queue):
@@ -50,8 +53,7 @@ def before_start_writing(controller: CacheController) -> None:
 
 def before_start_loading(controller: CacheController) -> None:
     """BEFORE ``HiCacheController.start_loading``, which copies the pages of its queue to the device."""
-    host, queue = host_pool_of(controller), controller.load_queue
-    if host is None or not queue:
+    if (host := host_pool_of(controller)) is None or not (queue := _with_pages(controller.load_queue)):
         return
     tiers = runtime.live_tiers()
     with _layers_stream(controller, queue):
@@ -101,6 +103,11 @@ def host_pool_of(controller: CacheController) -> KVQuantHostPool | None:
     anchor = getattr(controller.mem_pool_host, "anchor_entry", None)
     pool = getattr(anchor, "host_pool", controller.mem_pool_host)
     return pool if isinstance(pool, KVQuantHostPool) else None
+
+
+def _with_pages(queue: list[Any]) -> list[Any]:
+    """Operations that move pages of ours: others move only windows."""
+    return [operation for operation in queue if len(operation.device_indices)]
 
 
 def _first_page(operation: Any) -> int:

@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from sglang_kvq.constants import PAGE_SIZE as P
+from sglang_kvq.releases import OLD_TREE
+from sglang_kvq.sglang import compat
 from tests.sglang.prefix.test_hybrid_tree import served
 from tests.sglang.prefix.window_tree_model import WINDOW, WindowTreeModel
 
@@ -82,6 +84,21 @@ def test_both_layers_in_chunks_and_a_step(model, backend, with_sinks):
             got = forward(q[mine], k[mine], v[mine], layer(i), batch, sinks=sinks)
             want = plain(q[: mine.stop], k[: mine.stop], v[: mine.stop], WINDOW if i == 0 else None, sinks)[mine]
             torch.testing.assert_close(got.double(), want, rtol=2e-2, atol=1e-2)
+
+
+@pytest.mark.skipif(compat.applies(OLD_TREE, compat.sglang_version()), reason="pages never come from the host")
+def test_both_layers_wait_for_pages_from_the_host(model, backend):
+    """SGLang's pool of both kinds knows what to wait for, by the model's layers; ours is told that nothing comes."""
+    waited = []
+    model.both.register_layer_transfer_counter(SimpleNamespace(wait_until=waited.append))
+    model.write_row(1, 0, model.take_pages(6))
+    batch = batch_of(model, 1, 0, 100)
+    backend.init_forward_metadata(batch)
+    assert not waited
+    for i in (1, 0):
+        backend.forward_extend(*draw(100), layer(i), batch)
+        assert set(waited) == {i}
+        waited.clear()
 
 
 def draw(tokens: int) -> list[torch.Tensor]:

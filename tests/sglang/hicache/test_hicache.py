@@ -15,19 +15,11 @@ from sglang_kvq.constants import PAGE_SIZE as P
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.formats.page import PageFormat
 from sglang_kvq.sglang import runtime
-from tests.cache.scheduler_model import PLANES, TWO_BITS, Model
+from tests.cache.scheduler_model import PLANES, Model
 from tests.cache.test_sink_token_cache import again, prompt
 from tests.cache.test_tiers import prefill
 
 RATIO = 2.0
-
-
-@pytest.fixture(autouse=True)
-def small_host(monkeypatch):
-    """SGLang leaves 10 GiB of host memory alone."""
-    from sglang.srt.mem_cache.pool_host import base
-
-    monkeypatch.setattr(base, "HICACHE_HOST_MEMORY_RESERVE_BYTES", 0)
 
 
 def indices(pages: list[int]) -> torch.Tensor:
@@ -51,7 +43,7 @@ class Controller(SimpleNamespace):
         """Pages of nodes of the tree to rows of the host."""
         from sglang_kvq.sglang.hicache.transfers import before_start_writing
 
-        self.write_queue = [_operation(pages, rows) for pages, rows in nodes]
+        self.write_queue = [_operation(*_words(node)) for node in nodes]
         before_start_writing(self)
         host, device = _merged(self.write_queue)
         self.write_queue = []
@@ -60,7 +52,7 @@ class Controller(SimpleNamespace):
     def load(self, *nodes: tuple[list[int], list[int]]) -> None:
         from sglang_kvq.sglang.hicache.transfers import before_start_loading
 
-        self.load_queue = [_operation(pages, rows) for pages, rows in nodes]
+        self.load_queue = [_operation(*_words(node)) for node in nodes]
         before_start_loading(self)
         host, device = _merged(self.load_queue)
         self.load_queue = []
@@ -68,24 +60,20 @@ class Controller(SimpleNamespace):
             self.host.load_to_device_per_layer(None, host, device, layer, "kernel")
 
 
-def _operation(pages: list[int], rows: list[int]) -> SimpleNamespace:
-    return SimpleNamespace(device_indices=indices(pages), host_indices=indices(rows))
+def _operation(pages: list[int] | SimpleNamespace, rows: list[int] = ()) -> SimpleNamespace:
+    return (
+        pages
+        if isinstance(pages, SimpleNamespace)
+        else SimpleNamespace(device_indices=indices(pages), host_indices=indices(rows))
+    )
+
+
+def _words(node) -> tuple:
+    return node if isinstance(node, tuple) else (node,)
 
 
 def _merged(queue: list[SimpleNamespace]) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.cat([o.host_indices for o in queue]), torch.cat([o.device_indices for o in queue])
-
-
-@pytest.fixture(params=[TWO_BITS, PLANES], ids=["two bits", "first tokens"])
-def m(request, monkeypatch) -> Model:
-    made = Model(60, 8, 2, 1, 2, format=request.param)
-    monkeypatch.setattr(runtime, "_current", SimpleNamespace(tiers=made.tiers))
-    return made
-
-
-@pytest.fixture
-def controller(m) -> Controller:
-    return Controller(m)
 
 
 def pages_in_tree(m: Model, text: list[int]) -> list[int]:
@@ -200,6 +188,26 @@ def test_a_page_that_counts_as_quantized_is_not_loaded_into(m, controller):
     assert int(m.tiers.errors) == 1
 
 
+def test_operations_without_pages_of_ours_move_nothing(m, controller):
+    """SGLang queues them for windows alone, between others or by themselves."""
+    text, none = prompt(1), SimpleNamespace(device_indices=indices([1])[:0], host_indices=indices([1])[:0])
+    m.leave(prefill(m, text), publish=True)
+    pages = pages_in_tree(m, text)
+    controller.write((pages, [1, 2, 3, 4, 5]))
+    kept = controller.host.kv_buffer.clone()
+    for way in ("write", "load"):
+        getattr(controller, way)(none)
+        assert torch.equal(controller.host.kv_buffer, kept)
+    evicted(m, text)
+    back = m.take_pages(5)
+    controller.load(none, (back, [1, 2, 3, 4, 5]))
+    assert bool(m.tiers.page_valid[back].all()) and int(m.tiers.errors) == 0
+    controller.write(none, (back[:2], [6, 7]))
+    assert torch.equal(
+        controller.host.kv_buffer[6, : m.pool.records[0][0].nbytes], kept[1, : m.pool.records[0][0].nbytes]
+    )
+
+
 @pytest.mark.parametrize("way", ["write", "load"])
 def test_nothing_moves_while_a_window_moves(m, controller, way):
     ticket = m.tiers.pending.reserve_move()
@@ -299,11 +307,14 @@ def test_a_damaged_file_is_removed(controller, found, tmp_path):
     """Else SGLang would never write it again."""
     from sglang.srt.mem_cache.hicache_storage import HiCacheFile, HiCacheStorageConfig
 
+    from sglang_kvq.sglang.hicache.stores import after_create
+
     rank = dict(tp_rank=0, tp_size=1, pp_rank=0, pp_size=1, attn_cp_rank=0, attn_cp_size=1, is_mla_model=False)
     config = HiCacheStorageConfig(
         **rank, enable_storage_metrics=False, is_page_first_layout=True, model_name="a/model-kvq-test"
     )
-    backend = controller.storage_backend = HiCacheFile(config, str(tmp_path))
+    backend = HiCacheFile(config, str(tmp_path))
+    after_create(backend, None, "file", config, controller.host)
     assert backend.batch_set(KEYS, [found[key] for key in KEYS])
     (damaged,) = tmp_path.glob("c_*.bin")
     damaged.write_bytes(bytes(controller.host.page.page_bytes))
@@ -344,33 +355,54 @@ def test_names_differ_with_all_that_the_bytes_depend_on():
 
 
 @pytest.mark.parametrize(
-    ("backend", "config", "text"),
+    ("backend", "text"),
     [
-        ("mooncake", {}, "stores keys and values of a page apart"),
-        ("aibrix", {}, "shapes of plain keys and values"),
-        ("sim", {}, "has not been tried"),
-        ("dynamic", {"interface_v1": 1}, "interface_v1 passes the bytes by"),
-        ("file", {}, None),
-        ("dynamic", {"backend_name": "mine"}, None),
+        ("hf3fs", "stores keys and values of a page apart"),
+        ("aibrix", "shapes of plain keys and values"),
+        ("sim", "has not been tried"),
+        *((name, None) for name in ("file", "mooncake", "nixl", "dynamic")),
     ],
 )
-def test_storage_that_is_attached_later_is_checked_too(controller, backend, config, text):
+def test_storage_that_is_attached_later_is_checked_too(controller, backend, text, monkeypatch):
+    """And the function of names is compiled then, not while a request waits and a flush may come."""
+    from sglang.srt.mem_cache import utils
+
     from sglang_kvq.sglang.hicache.storage import before_attach
 
+    named = []
+    monkeypatch.setattr(utils, "get_hash_str", named.append)
     if text is None:
-        before_attach(controller, backend, storage_backend_extra_config=config)
+        before_attach(controller, backend)
+        assert len(named) == 1
         return
     with pytest.raises(ValueError, match=f"--hicache-storage-backend {backend}: .*{text}"):
-        before_attach(controller, backend, storage_backend_extra_config=config)
+        before_attach(controller, backend)
+
+
+def test_windows_are_not_stored(controller):
+    from sglang_kvq.sglang.hicache.storage import before_attach
+
+    controller.mem_pool_host.entries = [SimpleNamespace(name="kv"), SimpleNamespace(name="swa")]
+    with pytest.raises(ValueError, match="--hicache-storage-backend file: .*sliding windows without a checksum"):
+        before_attach(controller, "file")
 
 
 def test_sizes(m, controller):
     page = controller.host.page
     assert controller.host.size == m.pool.pages * RATIO * P + P
-    assert page.page_bytes % 4096 == 0 and controller.host.is_stride_page_aligned()
-    assert controller.host.get_size_per_token() * P == page.page_bytes
+    assert page.page_bytes % 4096 == 0
+    assert controller.host.get_size_per_token() * P == controller.host.get_ksize_per_token() * P == page.page_bytes
     pointers, sizes = controller.host.get_page_buffer_meta(indices([2, 5]))
     assert sizes == [page.page_bytes] * 2 and pointers[1] - pointers[0] == 3 * page.page_bytes
+
+
+def test_rows_are_aligned_only_if_the_first_is(controller):
+    """Direct I/O fails from other places; NIXL then copies."""
+    memory = torch.empty(3 * 4096, dtype=torch.uint8)
+    begin = -memory.data_ptr() % 4096
+    for offset, aligned in ((begin, True), (begin + 64, False)):
+        controller.host.kv_buffer = memory[offset : offset + 4096]
+        assert controller.host.is_stride_page_aligned(4096) is aligned
 
 
 # -- where SGLang builds its host pools --------------------------------------------------------------------------------
@@ -391,15 +423,24 @@ def test_host_memory_is_sized_by_host_pages(m, controller, device_pool):
     def params(pool) -> SimpleNamespace:
         return SimpleNamespace(token_to_kv_pool_allocator=SimpleNamespace(get_kvcache=lambda: pool))
 
-    assert estimate_bytes(None, params(device_pool), None) == m.pool.pages * controller.host.page.page_bytes
+    ours = m.pool.pages * controller.host.page.page_bytes
+    assert estimate_bytes(None, params(device_pool), None) == ours
+    # A draft has a place for each page, although its own pool may have fewer.
+    device_pool.size = 600
+    draft = SimpleNamespace(size=200, get_kv_size_bytes=lambda: (1000, 500))
+    both = SimpleNamespace(full_kv_pool=device_pool, swa_kv_pool=draft, size=600)
+    assert estimate_bytes(None, params(both), None) == ours + 1500, "windows have as many places as on the device"
+    assert estimate_bytes(None, params(device_pool), SimpleNamespace(device_pools=())) == ours
+    assert estimate_bytes(None, params(device_pool), SimpleNamespace(device_pools=(draft,))) == ours + 4500
     other = params("another pool")
     assert estimate_bytes(lambda given, plan: (given is other, plan), other, "plan") == (True, "plan")
 
 
-def test_other_caches_get_their_own_host_pool_and_drafts_none(device_pool):
-    from sglang_kvq.sglang.hicache.build import build_kv_host_pool
+def test_other_caches_get_their_own_host_pool_and_drafts_no_part_of_ours(device_pool):
+    from sglang_kvq.sglang.hicache.build import around_packing, build_kv_host_pool
 
     given = dict(page_size=P, host_size=None, mtp_draft_device_pools=(), pool_label="kv", use_mla=False)
     assert build_kv_host_pool(lambda **kwargs: kwargs, kv_pool="other", **given) == {"kv_pool": "other", **given}
-    with pytest.raises(SystemExit, match="a draft model's pages are not kept on the host yet"):
+    assert around_packing(lambda *args: True, "NEXTN", ("runner",)) is False
+    with pytest.raises(RuntimeError, match="a draft's layers are to be rows of our pages"):
         build_kv_host_pool(None, kv_pool=device_pool, page_size=P, mtp_draft_device_pools=("draft",))

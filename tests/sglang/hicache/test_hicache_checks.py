@@ -38,9 +38,7 @@ def refused(**values) -> str:
         ({"hicache_io_backend": "kernel_ascend"}, "--hicache-io-backend kernel_ascend: pages are copied by kernels"),
         ({"hicache_mem_layout": "layer_first"}, "--hicache-mem-layout layer_first: quantized pages have one layout"),
         ({"hicache_mem_layout": "page_head"}, "--hicache-mem-layout page_head: quantized pages have one layout"),
-        ({"hicache_host_memory_mode": "buffer_only"}, "--hicache-host-memory-mode buffer_only: "),
-        ({"hicache_storage_backend": "mooncake"}, "--hicache-storage-backend mooncake: it stores keys and values of"),
-        ({"hicache_storage_backend": "nixl"}, "--hicache-storage-backend nixl: it stores keys and values of a page"),
+        ({"hicache_storage_backend": "hf3fs"}, "--hicache-storage-backend hf3fs: it stores keys and values of a page"),
         ({"hicache_storage_backend": "aibrix"}, "--hicache-storage-backend aibrix: it wants the shapes of plain keys"),
         ({"hicache_storage_backend": "shm"}, "--hicache-storage-backend shm: it has not been tried"),
     ],
@@ -51,10 +49,12 @@ def test_setting(values, text):
 
 
 def test_what_passes():
-    kernel = dict(hicache_io_backend="kernel", hicache_mem_layout="page_first", hicache_host_memory_mode="cache")
+    kernel = dict(hicache_io_backend="kernel", hicache_mem_layout="page_first")
     policies = dict(hicache_write_policy="write_back", hicache_ratio=3.0, hicache_storage_prefetch_policy="timeout")
-    for storage in (None, "file", "dynamic"):
+    for storage in (None, "file", "mooncake", "nixl", "dynamic"):
         assert not refused(**kernel, **policies, hicache_storage_backend=storage)
+    for mode in ("cache", "buffer_only"):
+        assert not refused(hicache_host_memory_mode=mode)
     assert not refused()
 
 
@@ -83,8 +83,8 @@ def resolved(monkeypatch):
     ("settings", "text"),
     [
         ({"states": True}, "recurrent states are not moved"),
-        ({"is_hybrid_swa": True}, "sliding windows are not moved"),
-        ({"speculative_algorithm": "NGRAM"}, "leave out --speculative-algorithm"),
+        ({"is_hybrid_swa": True, "hicache_storage_backend": "file"}, "windows without a checksum"),
+        ({"is_hybrid_swa": True, "speculative_algorithm": "NGRAM"}, "leave out --speculative-algorithm"),
         ({"kv_canary": "raise"}, "leave out --kv-canary"),
         ({"config": SimpleNamespace(episodic=SimpleNamespace(policy="epicache"))}, "use --episodic-policy retrieve"),
     ],
@@ -115,4 +115,8 @@ def test_chosen_pages_need_names_with_namespaces(resolved, monkeypatch):
 
 def test_a_plain_model_passes(resolved):
     resolved()
-    resolved(kv_canary="none")
+    resolved(kv_canary="none", speculative_algorithm="NEXTN", hicache_storage_backend="nixl")
+
+
+def test_windows_pass_with_the_host_alone(resolved):
+    resolved(is_hybrid_swa=True)
