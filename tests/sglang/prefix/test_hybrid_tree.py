@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 
 import pytest
@@ -55,7 +56,8 @@ def computed_alone(model: TreeModel, tokens: int, kept: int | None):
 
 def moved(model: TreeModel) -> list[tuple[list[int], list[int]]]:
     """Moves recorded since the last plan that change something."""
-    events = [e for e in model.tiers.pending.drain(model.pool.device) if isinstance(e, MovedBF16Pages)]
+    pending = copy.copy(model.tiers.pending)  # the next plan applies them
+    events = [e for e in pending.drain(model.pool.device) if isinstance(e, MovedBF16Pages)]
     return [(own.tolist(), kept.tolist()) for own, kept in events if not torch.equal(own, kept)]
 
 
