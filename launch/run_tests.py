@@ -40,10 +40,10 @@ BOTH = ("tests/sglang", "tests/e2e")
 #: Jobs in the newest release's environment, the longest first. A last one runs all other tests.
 JOBS = {
     "servers": ("tests/e2e",),
-    "kernels": ("tests/kernels/test_[a-f]*.py",),
-    "more kernels": ("tests/kernels",),
+    "kernels": ("tests/kernels",),
     "SGLang": ("tests/sglang",),
     "cache and rotations": ("tests/cache", "tests/rotations"),
+    "evaluation and benchmarks": ("tests/evaluation", "tests/benchmarks"),
 }
 #: Jobs of ``--quick``, without servers.
 QUICK = {

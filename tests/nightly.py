@@ -38,11 +38,15 @@ NIGHTLY = {
     r"e2e/test_hicache_drafts\.py": "tests/sglang/hicache/test_hicache.py: a draft's host pool; "
     "tests/sglang/attention/test_verify.py",
     r"e2e/test_newcomer\.py::test_demo": "tests/e2e/test_demo.py: the program",
+    r"e2e/test_newcomer\.py::test_quick_start.*\[wheel": "tests/packaging/test_installed.py: the wheel is whole and "
+    "imported elsewhere; tests/e2e/test_newcomer.py: the quick start, in the clone",
     r"e2e/test_newcomer\.py::test_doctor.*\[wheel\]": "tests/e2e/test_newcomer.py: the quick start calls kvq doctor",
     r"e2e/test_serving\.py::test_streaming_sessions_find": "tests/e2e/test_serving.py: the same numbers, written down",
     r"e2e/test_selection\.py::test_(several|without_room|what_never)": "tests/sglang/prefix/test_selection.py",
     r"e2e/test_sessions\.py::test_(a_flushed|log_prob|metrics|sessions_and_plain|a_pool_too|an_abort|a_killed|turns_grow"
     r"|an_edited)": "tests/sglang/router",
+    r"sglang/doctor/test_doctor_host\.py::test_module_and_console_script_agree": "tests/e2e/test_newcomer.py: "
+    "both pass, one in the clone, the other there and elsewhere",
     r"monitoring/test_live\.py": "tests/monitoring/test_monitoring.py: metrics that panels name exist",
     r"e2e/test_server_metrics\.py::test_an_error": "tests/sglang/attention/test_error_watch.py",
 }

@@ -87,7 +87,7 @@ class TritonTierManager(TierManager):
             sink_pages=self.sink_pages,
             recent_pages=self.recent_pages,
             prefill_pages=self.prefill_pages,
-            soft_pages=self._soft_pages,
+            soft_pages=self.soft_pages,
             written_tokens=self.written,
             sink_bonus=SINK_BONUS,
             keeps_sink_tokens=sink_cache is not None,
@@ -115,7 +115,7 @@ class TritonTierManager(TierManager):
     ) -> torch.Tensor | None:
         self.apply_pending()
         self.steps += 1
-        direct_pages = None if direct_ids is None else self._pages_of(direct_ids)
+        direct_pages = None if direct_ids is None else self.pages_of(direct_ids)
         tables, found = self.tables, self.tables.arguments
         restored = None
         if self.sink_cache is not None and prefix_lens is not None:
@@ -138,7 +138,7 @@ class TritonTierManager(TierManager):
                 apply_events(self.tables, *packed)
             if fill := self.pending.take_fill(self.pool.device):  # rare: in torch, on the same tables
                 self._apply_fill(fill)
-        self._place_copies()
+        self._fills.place()
 
     def _move_tokens(self, source: torch.Tensor, target: torch.Tensor, tokens: torch.Tensor) -> None:
         move_tokens(self.pool, source, target, tokens)

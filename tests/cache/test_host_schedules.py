@@ -122,7 +122,7 @@ class LateRecords(Late):
 
     def before_backup(self, pages: torch.Tensor) -> None:
         self._apply_for_copy("before_backup", pages)
-        self.later.append((TierManager._record_sources, pages))
+        self.later.append((TierManager.ensure_records, pages))
 
 
 class NoMarks(TierManager):

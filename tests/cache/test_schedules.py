@@ -16,7 +16,7 @@ from tests.pairs import each, few
 @each(seed=few(range(6), 3), overlap=OVERLAP)
 def test_random_schedules(seed, overlap):
     rng = random.Random(100 + seed)
-    driver = Driver(random_model(rng, overlap), rng)
+    driver = Driver(random_model(rng, overlap, look_every=1 if seed == 0 else 8), rng)
     driver.run(160)
     driver.finish()
     assert driver.model.tiers.steps > 30 and int(driver.model.tiers.records_written) > 1
@@ -53,8 +53,8 @@ def test_a_shared_memory_keeps_first_tokens_and_shrinks_windows(kind, overlap):
         crowd(model, rng, 8)
         assert model.shortened > 5
     else:
-        model = shared_model(rng, overlap=overlap, format=PLANES, sinks=1)
-        converse(model, rng, 60)
+        model = shared_model(rng, overlap=overlap, look_every=16, format=PLANES, sinks=1)
+        converse(model, rng, 30)
         assert model.restored > 5
     assert model.moved > 5
 
@@ -86,7 +86,7 @@ def test_random_schedules_keep_first_tokens(pages_per_entry, overlap, monkeypatc
     for seed in few(range(4), 1):
         rng = random.Random(300 + seed)
         rows, sinks = rng.randint(1, 3), rng.randint(1, 2)
-        model = Model(70, rows * (sinks + 2) + 1, rows, sinks, 1, overlap=overlap, format=PLANES)
+        model = Model(70, rows * (sinks + 2) + 1, rows, sinks, 1, overlap=overlap, format=PLANES, look_every=16)
         converse(model, rng, 40)
         assert not model.pool.sink_cache.pages.any()
         restored, unkept = restored + model.restored, unkept + model.unkept

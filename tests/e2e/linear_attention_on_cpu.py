@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import sys
 
 import torch
 import torch.nn.functional as F
@@ -24,19 +25,20 @@ def install() -> None:
     torch.Tensor.pin_memory = lambda self, *_: self
     module = importlib.import_module("sgl_kernel.mamba")
     for function in (causal_conv1d_fn_cpu, causal_conv1d_update_cpu, chunk_gated_delta_rule_cpu):
-        setattr(module, function.__name__, function)
+        _replace(module, function.__name__, function)
     for function in (fused_gdn_gating_cpu, fused_sigmoid_gating_delta_rule_update_cpu):
         setattr(torch.ops.sgl_kernel, function.__name__, function)
     scatter = importlib.import_module("sglang.kernels.ops.mamba.mamba_state_scatter_triton")
-    scatter.track_mamba_states_if_needed = _keep_states
-    scatter.track_mamba_states_all_layers = _keep_states_of_all_layers
-    scatter.fused_mamba_state_scatter_with_mask = scatter.fused_conv_window_scatter_with_mask = _take_accepted
+    _replace(scatter, "track_mamba_states_if_needed", _keep_states)
+    _replace(scatter, "track_mamba_states_all_layers", _keep_states_of_all_layers)
+    for name in ("fused_mamba_state_scatter_with_mask", "fused_conv_window_scatter_with_mask"):
+        _replace(scatter, name, _take_accepted)
     scatter._conv_multi_eligible = lambda pairs: False  # 0.5.23 has a kernel for several at once
     norm = importlib.import_module("sglang.kernels.ops.attention.fla.fused_norm_gate")
     norm.FusedRMSNormGated.forward = _norm_gated
     for name in ("sglang.kernels.ops.elementwise.elementwise", "sglang.kernels.ops.layernorm.elementwise"):
         with contextlib.suppress(ModuleNotFoundError):  # one is of 0.5.23, one of 0.5.16
-            importlib.import_module(name).fused_gate_sigmoid_mul_add = _add_gated
+            _replace(importlib.import_module(name), "fused_gate_sigmoid_mul_add", _add_gated)
     from sglang.srt.server_args import ServerArgs
 
     if hasattr(ServerArgs, "_validate_mamba_extra_buffer"):
@@ -44,6 +46,15 @@ def install() -> None:
     else:
         hook = importlib.import_module("sglang.srt.arg_groups.mamba_hook")
         hook._platform_supports_mamba_cache_extra_buffer = lambda: True
+
+
+def _replace(module, name: str, function) -> None:
+    """Replaces a module's function, also where others have imported it: ``preloaded.py`` imports models first."""
+    found = getattr(module, name, None)
+    for other in list(sys.modules.values()):
+        if found is not None and getattr(other, "__dict__", {}).get(name) is found:
+            setattr(other, name, function)
+    setattr(module, name, function)
 
 
 def _unpinned(make):

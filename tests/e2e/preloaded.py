@@ -24,11 +24,14 @@ PRELOAD = 300
 
 
 #: Variables that SGLang reads when it uses them, and not when it is imported.
-READ_LATE = ("SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY", "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE")
+READ_LATE = (
+    *("SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY", "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE"),
+    *("SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN", "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"),
+)
 #: Variables that SGLang's scheduler reads when it is imported, as constants that a forked server sets again.
 CONSTANTS = ("SGLANG_TEST_RETRACT", "SGLANG_TEST_RETRACT_INTERVAL")
 #: SGLang's modules of the models that servers in tests load.
-MODEL_MODULES = ("llama",)
+MODEL_MODULES = ("llama", "qwen3_next")
 
 
 @cache

@@ -13,8 +13,8 @@ import pytest
 from benchmarks.answers import another_page, greedy, input_logprobs, steps, token_difference
 from benchmarks.tiny_hybrids import SERVER_FLAGS
 from benchmarks.tiny_models import MODELS, VOCABULARY
-from benchmarks.tiny_server import STRICT, TinyServer, body
-from tests.e2e.conftest import ON_GPU, READY
+from benchmarks.tiny_server import TinyServer, body
+from tests.e2e.conftest import ON_GPU, READY, variables
 from tests.gpu.families import ROUNDING, prompt
 
 FLAGS = (
@@ -26,7 +26,7 @@ OURS = ("--kv-quant", "int4", "--kv-quant-recent", "256", "--kv-quant-prefill-wi
 
 
 @pytest.fixture(scope="module", params=["radix cache", "no radix cache"])
-def said(request, plugin, tmp_path_factory) -> Iterator[dict[str, dict]]:
+def said(request, servers, plugin, tmp_path_factory) -> Iterator[dict[str, dict]]:
     """What each server said, by its name: one after the other, since both are large."""
     folder, more = tmp_path_factory.mktemp("hybrid"), ()
     if request.param == "no radix cache":
@@ -34,9 +34,8 @@ def said(request, plugin, tmp_path_factory) -> Iterator[dict[str, dict]]:
     model = MODELS["qwen3_next"].write(folder)
     found: dict[str, dict] = {"expected": {"cached": 0 if more else 512}}
     for name, flags in (("plain", FLAGS), ("ours", (*FLAGS, *OURS))):
-        server = TinyServer(
-            model, [*flags, *more], cpu=not ON_GPU, log=folder / f"{name}.log", env={**STRICT, **plugin}
-        )
+        log, env = folder / f"{name}.log", variables(plugin)
+        server = servers.forked(TinyServer(model, [*flags, *more], cpu=not ON_GPU, log=log, env=env))
         server.start(READY)
         try:
             found[name] = ask(server)

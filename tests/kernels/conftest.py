@@ -21,6 +21,10 @@ if not ON_GPU:
         if importlib.util.find_spec("triton.experimental.gluon"):
             import triton.experimental.gluon  # noqa: F401  (imported by the first launch otherwise)
 
+        from tests.kernels.interpreter import speed_up
+
+        speed_up()
+
 
 @pytest.fixture(autouse=True)
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:

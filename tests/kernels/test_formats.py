@@ -95,7 +95,7 @@ def test_bf16_pages_of_mixed_layers():
     a, b, c = make_format("lloyd-max", 64), PageFormat(64, 64, 0.96, 0.92), make_format("channel-2", 64)
     formats = [a, b, replace(a, clip_k=0.9, clip_v=1.0), c, replace(b, clip_k=0.9), replace(b, clip_k=1.0, clip_v=1.0)]
     formats += [make_format("centred-4", 64), make_format("centred-lloyd-max", 64)]
-    heads = Heads(64, 64, 2, 1)
+    heads = Heads(64, 64, 1, 1)  # more heads of more pages are in test_quantize.py
     scene = make_scene(heads, [64], margin=4, formats=formats)
     ops, reference = scene.ops()
     pool = scene.pool

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import torch
@@ -13,6 +11,7 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from sglang_kvq.cli import app
+from tests import preloaded_cli
 from tests.conftest import ROOT
 from tests.rotations.hub_server import REPOSITORY, hub_server
 
@@ -22,8 +21,7 @@ def plan(model: str, cache: Path, endpoint: str) -> dict:
         "HF_HUB_CACHE": str(cache), "HF_ENDPOINT": endpoint, "HF_HUB_OFFLINE": "0",
         "HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_DISABLE_XET": "1", "SGLANG_USE_CPU_ENGINE": "1",
     }  # fmt: skip
-    command = [sys.executable, "-m", "sglang_kvq.cli", "plan", "--json", "--gpu", "h100", model]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=800)
+    done = preloaded_cli.run(["plan", "--json", "--gpu", "h100", model], environment)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 

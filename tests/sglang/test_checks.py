@@ -13,6 +13,7 @@ from sglang_kvq.config import KVQuantConfig
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.sglang import checks, compat
 from sglang_kvq.sglang.runtime import CONFIG_ATTRIBUTE
+from tests.pairs import few
 from tests.sglang.conftest import LLAMA
 
 CONFIG = KVQuantConfig("hadamard")
@@ -390,8 +391,8 @@ def test_allocator_of_sglang_stops_the_scheduler():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("more", "text"),
-    [(("--page-size", "16", "--enable-lmcache"), "--page-size 16"), ((), "heads of 80 elements")],
-    ids=["flag", "model"],
+    few([((), "heads of 80 elements"), (("--page-size", "16", "--enable-lmcache"), "--page-size 16")], 1),
+    ids=few(["model", "flag"], 1),
 )
 def test_command_ends_before_any_process_starts(model_folder, more, text):
     """The installed plugin in a real ``python -m sglang.launch_server``."""

@@ -168,7 +168,7 @@ def _mark_direct(direct, directs, t, SLOTS: tl.constexpr):
 
 @triton.jit
 def _hold_windows(step, t, WINDOW: tl.constexpr, ROWS: tl.constexpr):
-    """Notes for the windows of all rows in use how hard they are to take, like ``TierManager._held``."""
+    """Notes for the windows of all rows in use how hard they are to take, like ``TierState.held``."""
     for start in range(0, t.row_count, ROWS):
         row = start + tl.arange(0, ROWS)[:, None]
         length = tl.load(t.row_len + row, mask=row < t.row_count, other=0).to(tl.int32)

@@ -20,7 +20,7 @@ MOST_ENTRIES = 32
 def window_of(tokens: int, sink_pages: int, recent_pages: int) -> list[int]:
     """Returns the places of a request's window pages, ascending: sinks, recent pages and the page being filled.
 
-    The tiers pin the same pages (``TierManager._window``).
+    The tiers pin the same pages (``TierState.window``).
     """
     begin = max(tokens // P - recent_pages, sink_pages)
     places = [*range(sink_pages), *range(begin, begin + recent_pages + 1)]

@@ -7,6 +7,7 @@ import json
 import math
 import re
 from fractions import Fraction
+from functools import cache
 
 import pytest
 
@@ -142,10 +143,15 @@ def composition(problem):
     return Fraction(a * x**2 + b + c, 3)
 
 
+@cache
+def made():
+    return make(3, 12 * len(KINDS))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_answers_are_right(kind):
     """By another way of counting, from the problem's words."""
-    of_kind = [one for one in make(3, 12 * len(KINDS)) if one["kind"] == kind]
+    of_kind = [one for one in made() if one["kind"] == kind]
     assert len(of_kind) == 12
     for one in of_kind:
         assert float(globals()[kind](one["problem"])) == pytest.approx(

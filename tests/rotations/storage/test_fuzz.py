@@ -25,10 +25,13 @@ from sglang_kvq.rotations.storage.card import model_card
 from sglang_kvq.rotations.storage.files import read_rotations
 from sglang_kvq.rotations.storage.hub import TENSOR_FILE
 from sglang_kvq.rotations.storage.schema import CONFIG_FILE
+from tests import pairs
 from tests.rotations.helpers import random_rotations, random_transform
 from tests.rotations.published_files import PER_HEAD, SHARED, document
 
-SETTINGS = settings(deadline=None, max_examples=150, suppress_health_check=list(HealthCheck))
+SETTINGS = settings(
+    deadline=None, max_examples=150 if pairs.everything else 50, suppress_health_check=list(HealthCheck)
+)
 GEOMETRY = dict(layers=2, kv_heads=2, head_dim=64)
 MODEL = dict(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=64, hidden_size=256)
 

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from tests import pairs
+from tests import pairs, preloaded_cli
 from tests.conftest import ROOT
 from tests.rotations.hub_cache import COMMIT, lay_out
 from tests.rotations.hub_server import REPOSITORY, hub_server
@@ -38,8 +38,7 @@ def inspect(location, cache, endpoint="http://127.0.0.1:1", offline=False):
         "HF_HUB_CACHE": str(cache), "HF_ENDPOINT": endpoint, "HF_HUB_OFFLINE": str(int(offline)),
         "HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_DISABLE_XET": "1",
     }  # fmt: skip
-    command = [sys.executable, "-m", "sglang_kvq.cli", "inspect", "--json", location]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
+    done = preloaded_cli.run(["inspect", "--json", location], environment)
     if done.returncode == 0:
         return json.loads(done.stdout)
     lines = done.stderr.strip().splitlines()

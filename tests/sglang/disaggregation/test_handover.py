@@ -284,7 +284,7 @@ def test_window_of_is_the_tiers_window():
     for sinks, recent in ((0, 1), (1, 2), (2, 3)):
         model = Model(60, 30, 2, sinks, recent)
         for length in range(1, 12 * P, 13):
-            index, exists, _ = model.tiers._window(torch.tensor([1]), torch.tensor([length]))
+            index, exists, _ = model.tiers.window(torch.tensor([1]), torch.tensor([length]))
             assert index[exists].tolist() == window_of(length, sinks, recent)
 
 

@@ -110,12 +110,14 @@ def test_every_kernel_is_launched_and_right():
     code = (
         "import torch\n"
         "from sglang_kvq.sglang.doctor import kernels as kernel_check\n"
+        "from tests.kernels import interpreter\n"
+        "interpreter.speed_up()\n"
         "first = kernel_check.formats()[:1]\n"
         "kernel_check.formats = lambda: first\n"
         "print(*kernel_check.run_all(torch.device('cpu')))"
     )
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", code], env=environment, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == f"{[*kernel_check.kernels(), *kernel_check.routines()]} []"
 

@@ -32,7 +32,16 @@ def test_random_schedules(served, seed, overlap):
     rng = random.Random(400 + seed)
     rows, sinks, recent = rng.randint(2, 5), rng.randint(0, 2), rng.randint(1, 3)
     slots = rows * (sinks + recent + 2) + rng.randint(0, 6)
-    model = FoldModel(rng.randint(30, 60), slots, rows, sinks, recent, overlap=overlap, groups=seed != 1)
+    model = FoldModel(
+        rng.randint(30, 60),
+        slots,
+        rows,
+        sinks,
+        recent,
+        overlap=overlap,
+        look_every=1 + 7 * (seed > 0),
+        groups=seed != 1,
+    )
     driver = Driver(model, rng)
     driver.run(120)
     driver.finish()

@@ -37,7 +37,7 @@ def test_random_schedules(served, seed, overlap):
     rng = random.Random(300 + seed)
     rows, sinks, recent = rng.randint(2, 5), rng.randint(0, 2), rng.randint(1, 3)
     slots = rows * (sinks + recent + 2) + rng.randint(0, 6)
-    model = TreeModel(rng.randint(30, 60), slots, rows, sinks, recent, overlap=overlap)
+    model = TreeModel(rng.randint(30, 60), slots, rows, sinks, recent, overlap=overlap, look_every=8)
     driver = Driver(model, rng)
     driver.run(120)
     driver.finish()

@@ -1,0 +1,395 @@
+"""Plans batches: applies the scheduler's events, gives BF16 pages to what will be written, sets what is read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+import numpy as np
+import torch
+
+from sglang_kvq.cache.fold import fold_pages
+from sglang_kvq.cache.pending import (
+    AllocatedPages,
+    CopiedPages,
+    Fill,
+    FoldedPages,
+    FreedPages,
+    MovedBF16Pages,
+    MovedBoundary,
+    PendingOps,
+    keep_alive,
+)
+from sglang_kvq.cache.pool import PagePool
+from sglang_kvq.cache.tiers.boundary import move_boundary
+from sglang_kvq.cache.tiers.fills import Fills
+from sglang_kvq.cache.tiers.state import SINK_BONUS, SOFT_BONUS, QuantizeSlots, TierState, Window
+from sglang_kvq.constants import PAGE_SIZE as P
+from sglang_kvq.errors import KVQuantError
+
+RestorePages: TypeAlias = Callable[[torch.Tensor], None]
+
+
+def read_lens(prefix_lens: torch.Tensor | None, seq_lens: torch.Tensor) -> torch.Tensor:
+    """Returns the lengths that a batch reads from pages; int ``[batch]`` each. See ``TierManager._plan``."""
+    return seq_lens if prefix_lens is None else torch.where(seq_lens - prefix_lens == 1, seq_lens, prefix_lens)
+
+
+class TierManager(TierState):
+    """Assigns BF16 pages in one ``PagePool``.
+
+    Args:
+        restore_pages: the backend's ``restore_pages``; None keeps no first tokens.
+        pool, sink_pages, recent_pages, quantize_slots, prefill_pages, kept_pages, written: see ``TierState``.
+    """
+
+    def __init__(
+        self,
+        pool: PagePool,
+        sink_pages: int,
+        recent_pages: int,
+        quantize_slots: QuantizeSlots,
+        restore_pages: RestorePages | None = None,
+        prefill_pages: int = 0,
+        kept_pages: int | None = None,
+        written: int = 1,
+    ) -> None:
+        keeps_first, more = restore_pages is not None, (prefill_pages, kept_pages, written)
+        super().__init__(pool, sink_pages, recent_pages, quantize_slots, keeps_first, *more)
+        self.restore_pages = restore_pages
+        self.pending = PendingOps()
+        self._fills = Fills(self, self._move_tokens)
+        self._dirty = True
+        self._forget = False  # forget everything before the next plan
+        self._next_lens: np.ndarray | None = None  # lengths that continue the last decode batch
+        self._set_up()
+
+    def _set_up(self) -> None:
+        """Allocates the state that a subclass adds."""
+
+    # -- the scheduler's side ------------------------------------------------------------------
+
+    def reset(self) -> None:
+        """Forgets everything before the next plan: the caller has dropped every page (``flush_cache``).
+
+        Like every other event it is only recorded here, because a batch may still be running.
+        """
+        self.pending.clear()
+        self._forget = self._dirty = True
+
+    # -- the forward pass's side ---------------------------------------------------------------
+
+    def decode_needs_plan(self, seq_lens: torch.Tensor) -> bool:
+        """Tells if a decode batch must be planned; ``seq_lens`` int ``[batch]`` is on the host.
+
+        Ranges, windows and page ids change only when a page fills or the next one begins. They also change after a
+        prefill, or when the scheduler moves or frees pages. Lengths below 2 are padding. A batch that does not continue
+        the last one token by token contains other requests.
+        """
+        lens = seq_lens.numpy()
+        goes_on = self._next_lens is not None and np.array_equal(lens, self._next_lens)
+        self._next_lens = np.where(lens > 1, lens + 1, lens)
+        if self._dirty or self.pending or not goes_on:  # ``reset`` sets ``_dirty``
+            return True
+        return bool(((lens % P <= 1) & (lens > 1)).any())
+
+    def plan_decode(self, rows: torch.Tensor, seq_lens: torch.Tensor, max_len: int) -> None:
+        """Plans a decode step. rows, seq_lens int64 ``[batch]`` (the new token counted); row 0 is padding."""
+        self._plan(rows, None, seq_lens, max_len, None)
+        self._dirty = False
+
+    def plan_drafts(self, rows: torch.Tensor, seq_lens: torch.Tensor, max_len: int, count: int) -> None:
+        """Plans the verification of ``count`` drafts of each request, which ``seq_lens`` includes.
+
+        This is a decode step that writes ``count`` tokens. Rejected drafts stay in the window, because
+        ``attention.drafts.check_count`` limits drafts to the number of recent tokens. They are overwritten before the
+        window leaves their page.
+        """
+        self._plan(rows, None, seq_lens, max_len, None, count)
+        self._dirty = True
+
+    def plan_extend(
+        self,
+        rows: torch.Tensor,
+        prefix_lens: torch.Tensor,
+        seq_lens: torch.Tensor,
+        max_len: int,
+        direct_ids: torch.Tensor,
+    ) -> torch.Tensor:
+        """Plans a prefill. Tensors int64 ``[batch]``; the pages of ``direct_ids`` are quantized from activations.
+
+        Args:
+            max_len: an upper bound of ``read_lens``.
+            direct_ids: page ids int64 ``[n]``.
+
+        Returns:
+            their pages, int64 ``[n]``.
+        """
+        direct_pages = self._plan(rows, prefix_lens, seq_lens, max_len, direct_ids)
+        self._dirty = True
+        return direct_ids if direct_pages is None else direct_pages
+
+    def _plan(
+        self,
+        rows: torch.Tensor,
+        prefix_lens: torch.Tensor | None,
+        seq_lens: torch.Tensor,
+        max_len: int,
+        direct_ids: torch.Tensor | None,
+        count: int = 1,
+    ) -> torch.Tensor | None:
+        """Plans a batch; ``prefix_lens`` None means decoding. Returns the pages of ``direct_ids``.
+
+        A prefill reads the tokens stored before it. Decoding also reads its ``count`` new tokens, and so may a request
+        of a prefill with one new token, because ``--enable-mixed-chunk`` puts decoding requests among them.
+        """
+        stored, touched = (seq_lens - count, seq_lens) if prefix_lens is None else (prefix_lens, prefix_lens)
+        self.apply_pending()
+        self.steps += 1
+        direct_pages = None if direct_ids is None else self.pages_of(direct_ids)
+        live = rows > 0
+        self.row_len[rows] = torch.where(live, seq_lens, 0)
+        # Touch the pages that this batch reads first: its old window must then give way last.
+        self._touch(self.window(rows, touched))
+        window = self.window(rows, seq_lens)
+        if self.sink_cache is not None:
+            self.page_first.index_fill_(0, window[2][:, 0], True)
+        restored = self._give_bf16_pages(rows, stored, window, prefix_lens is not None)
+        self._touch(window)
+        if direct_pages is not None:
+            self.page_valid.index_fill_(0, direct_pages, True)
+            self.records_written += (direct_pages > 0).sum()  # 0 in a batch of padding only
+        more = 0 if prefix_lens is None else torch.where(seq_lens - prefix_lens > 1, self.prefill_pages, 0)
+        self._set_ranges(rows, live, read_lens(prefix_lens, seq_lens), max_len, more)
+        if prefix_lens is not None:
+            in_records = torch.where(live, self.pool.row_history_end[rows] - self.pool.row_sink_end[rows], 0)
+            in_bf16 = torch.where(live, prefix_lens, 0) - in_records
+            self.prefix_read += torch.stack([in_bf16.sum(), in_records.sum()])
+        if self.restore_pages is not None and restored is not None and max_len >= P:
+            self.restore_pages(restored)
+        return direct_pages
+
+    # -- events ------------------------------------------------------------------------------------
+
+    def apply_now(self) -> None:
+        """Applies pending events between plans, on the stream that runs the layers; the next decode step is planned.
+
+        Does nothing while pages of a move are not known yet (``PendingOps.has_open_move``).
+        """
+        if not self.pending.has_open_move:
+            self._dirty |= bool(self.pending)
+            self.apply_pending()
+
+    def apply_pending(self) -> None:
+        """Applies the scheduler's events since the last plan, in their order."""
+        self._apply_reset()
+        for event in self.pending.drain(self.pool.device):
+            if isinstance(event, AllocatedPages):
+                self.errors += self.live_places.allocate(event.pages)
+            elif isinstance(event, FreedPages):
+                self._apply_free(event.pages)
+            elif isinstance(event, MovedBF16Pages):
+                self._apply_move(*map(self.pages_of, event))
+            elif isinstance(event, Fill):
+                self._apply_fill(event)
+            else:
+                self.row_len.index_fill_(0, event.rows, 0)
+        self._fills.place()
+
+    def _apply_reset(self) -> None:
+        if not self._forget:
+            return
+        self._forget = False
+        if self.sink_cache is not None:
+            self.sink_cache.clear()
+            self.page_first.fill_(False)
+        if self.places is not None:
+            self.places.clear(self.last_page)
+        for tensor in (self.slot_page, self.slot_stamp, self.row_len):
+            tensor.zero_()
+        for tensor in (self.pool.row_sink_end, self.pool.row_history_end):
+            tensor.zero_()
+        self.page_valid.fill_(False)
+        self.pool.page_slot.fill_(-1)
+        self.pool.page_slot[0].fill_(0)
+
+    def _apply_free(self, ids: torch.Tensor) -> None:
+        pages = self.pages_of(ids)
+        if self.places is not None:
+            self.places.free(ids)
+        slots = self.pool.page_slot[pages].clamp(min=0).long()
+        # fill_ and index_fill_ everywhere: assigning a Python number by index waits for the device.
+        self.slot_page.index_fill_(0, slots, 0)
+        self.pool.page_slot.index_fill_(0, pages, -1)
+        self.pool.page_slot[0].fill_(0)
+        self.page_valid.index_fill_(0, pages, False)
+        if self.sink_cache is not None:
+            self.sink_cache.free(pages)
+            self.page_first.index_fill_(0, pages, False)
+
+    def _apply_move(self, own: torch.Tensor, kept: torch.Tensor) -> None:
+        slots = self.pool.page_slot[own].long()
+        ok = (own != kept) & (kept > 0) & (slots > 0) & (self.pool.page_slot[kept] < 0)
+        own, kept, slots = (torch.where(ok, x, 0) for x in (own, kept, slots))
+        self.slot_page[slots] = kept
+        self.pool.page_slot.index_fill_(0, own, -1)
+        self.pool.page_slot[kept] = slots.int()
+        self.pool.page_slot[0].fill_(0)
+
+    def _apply_fill(self, event: Fill) -> None:
+        if isinstance(event, CopiedPages):
+            self._fills.copy(event)
+        elif isinstance(event, FoldedPages):
+            self._fills.fold(event)
+        elif isinstance(event, MovedBoundary):
+            self._fills.place()  # they name pages
+            move_boundary(self, event.first_slot)
+            self._dirty = True
+        else:
+            self._fills.arrive(event)
+            self._dirty = True
+
+    def record_pages(self, pages: torch.Tensor) -> None:
+        """Quantizes whole pages int64 ``[n]`` that have no records, so that these can be copied out.
+
+        Events may have been applied for it, so the next batch is planned.
+        """
+        self.ensure_records(pages)
+        self._dirty = True
+
+    def prepare_folds(self) -> None:
+        """Compiles the kernels that folds need, so that no request waits for the compiler. Changes nothing."""
+        pool = self.pool
+        page, tokens = (torch.arange(n, device=pool.device) for n in (1, P))  # page 0 to itself
+        self._move_tokens(page, page, tokens.expand(pool.layers, pool.kv_heads, P).contiguous())
+
+    def _move_tokens(self, source: torch.Tensor, target: torch.Tensor, tokens: torch.Tensor) -> None:
+        fold_pages(self.pool, source, target, tokens)
+
+    # -- copies to and from host memory ----------------------------------------------------------
+
+    def before_backup(self, pages: torch.Tensor) -> None:
+        """Prepares pages for a copy of their records to host memory.
+
+        Call it on the stream that runs the model, once, before the copy is submitted to another stream. That stream
+        must then wait for this one. Until the copy is done, the caller keeps the pages from being freed.
+
+        Pending events come first: a page may be the target of a copy or fold that waits among them. Then pages that
+        exist only in BF16 are quantized. They keep their BF16 copies, so that nothing reads other values than before.
+
+        Args:
+            pages: int64 ``[n]`` on the pool's device, whole pages of committed tokens.
+
+        Raises:
+            KVQuantError: pages of a move are not known yet (``PendingOps.has_open_move``). Nothing has changed.
+        """
+        self._apply_for_copy("before_backup", pages)
+        self.ensure_records(pages)
+
+    def before_load(self, pages: torch.Tensor) -> None:
+        """Prepares pages for a copy of their records from host memory.
+
+        Call it on the stream that runs the model, once, before the copy is submitted to another stream. That stream
+        must then wait for this one. Whatever reads the pages' records waits for the copy: attention, and plans that
+        apply a copy or fold of them or restore their BF16 pages.
+
+        Pending events come first: the pages may just have been freed, with a copy of their old records still waiting.
+        Then they count as quantized. Pages that already have records or a BF16 copy are in use: ``errors`` counts them.
+
+        Args:
+            pages: int64 ``[n]`` on the pool's device, just allocated.
+
+        Raises:
+            KVQuantError: pages of a move are not known yet (``PendingOps.has_open_move``). Nothing has changed.
+        """
+        self._apply_for_copy("before_load", pages)
+        self.errors += (self.page_valid[pages] | (self.pool.page_slot[pages] >= 0)).sum()
+        self.page_valid.index_fill_(0, pages, True)
+
+    def _apply_for_copy(self, what: str, pages: torch.Tensor) -> None:
+        """Applies pending events between plans; the next decode step is planned, as if they were still pending."""
+        if self.pending.has_open_move:
+            raise KVQuantError(
+                f"{what}: an insertion into the tree is under way, whose pages are not known yet. Submit copies after "
+                "it."
+            )
+        keep_alive([pages])
+        self.apply_now()
+
+    def keep_first_tokens(self, pages: torch.Tensor, tokens: torch.Tensor) -> None:
+        """Keeps first tokens BF16 ``[layers, n, 2, kv_heads, D]`` of pages int64 ``[n]`` that come from elsewhere."""
+        if self.sink_cache is not None:
+            self.sink_cache.keep(
+                pages, torch.ones_like(pages, dtype=torch.bool), tokens, self.pool.page_slot, self.steps
+            )
+
+    # -- what a batch writes and reads -----------------------------------------------------------
+
+    def _touch(self, window: Window) -> None:
+        index, _, pages = window
+        slots = self.pool.page_slot[pages].clamp(min=0).long()
+        self.slot_stamp[slots] = torch.where(index < self.sink_pages, self.steps + SINK_BONUS, self.steps)
+
+    def _give_bf16_pages(
+        self, rows: torch.Tensor, prefix_lens: torch.Tensor, window: Window, prefilling: bool
+    ) -> torch.Tensor | None:
+        """Assigns BF16 pages to the window pages that the batch writes, and to first pages that a prefill reads.
+
+        Returns:
+            first pages to restore, int64 ``[batch]``, 0 for none; None if there can be none. They are pinned from now
+            on, like pages that never lost their BF16 copy, so they fit as well.
+        """
+        index, exists, pages = window
+        lost = self.pool.page_slot[pages] < 0
+        need = exists & (index >= (prefix_lens // P)[:, None]) & lost
+        restored = spared = None
+        if self.sink_cache is not None and prefilling:
+            first = pages[:, 0]
+            back = self.sink_cache.first_of_each(first, (prefix_lens >= P) & lost[:, 0])  # requests may share a page
+            need[:, 0] |= back
+            restored = torch.where(back, first, 0)
+            spared = torch.zeros_like(self.sink_cache.pages, dtype=torch.bool)
+            spared.index_fill_(0, self.sink_cache.entries(restored), True)
+        need, pages = need.flatten(), pages.flatten()
+
+        # A page that this batch resumes in its middle and pushes out of the window is written in BF16 once more. It
+        # keeps its BF16 copy until the next plan quantizes it.
+        resumed = (prefix_lens // P)[:, None]
+        is_resumed = (prefix_lens[:, None] % P > 0) & (rows > 0)[:, None]
+        resumed_pages = self.pages_at(rows, resumed, is_resumed).flatten()
+        resumed_slots = self.pool.page_slot[resumed_pages]
+        self.errors += (resumed_slots < 0).sum()
+
+        slots, levels = self.held()
+        pinned = torch.cat([torch.where(levels > self.soft_pages, slots, 0), resumed_slots.long()])
+        unmet = self.assign(pages, need, pinned, torch.stack([slots, levels * SOFT_BONUS]), spared)
+        self.errors += unmet.sum()
+        return restored
+
+    def _set_ranges(
+        self, rows: torch.Tensor, live: torch.Tensor, lens: torch.Tensor, max_len: int, more: torch.Tensor | int
+    ) -> None:
+        index, exists, pages = self.window(rows, lens, more)
+        lost = exists & (self.pool.page_slot[pages] < 0)
+        first_lost = torch.where(lost, index, 1 << 30).amin(1)
+        after_lost = torch.where(lost, index + 1, 0).amax(1)
+        sink_end = first_lost.clamp(max=self.sink_pages)
+        history = self.history_pages(lens, more)
+        # There is no history while everything fits into sinks and window.
+        history_end = torch.maximum(torch.where(history > self.sink_pages, history, sink_end), after_lost)
+
+        index = torch.arange(-(-max_len // P), device=rows.device).expand(len(rows), -1)
+        exists = (index * P < lens[:, None]) & live[:, None]
+        pages = self.pages_at(rows, index, exists)
+        # The scheduler may rewrite the rows from here on, so layers read this copy.
+        known = self.pool.row_pages[rows, : index.shape[1]]
+        self.pool.row_pages[rows, : index.shape[1]] = torch.where(exists, pages.int(), known)
+        in_history = exists & (index >= sink_end[:, None]) & (index < history_end[:, None])
+        pages = torch.where(in_history, pages, 0).flatten()
+        slots = self.pool.page_slot[pages].long()
+        missing = in_history.flatten() & ~self.page_valid[pages]
+        self.errors += (missing & (slots < 0)).sum()
+        self.quantize_in(torch.where(missing, slots, 0))  # several requests may share a page
+        # Row 0 is padding and stays at zero.
+        self.pool.row_sink_end[rows] = torch.where(live, sink_end * P, 0).int()
+        self.pool.row_history_end[rows] = torch.where(live, history_end * P, 0).int()

@@ -1,0 +1,236 @@
+"""The tables of the tiers, and what is done to them: windows, slots for pages, records.
+
+``manager.TierManager`` says when. All tables live on the device, and every decision is a tensor operation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+
+from sglang_kvq.cache.pool import PagePool
+from sglang_kvq.cache.select_smallest import hand_out
+from sglang_kvq.cache.shared.places import Places
+from sglang_kvq.constants import NEVER
+from sglang_kvq.constants import PAGE_SIZE as P
+from sglang_kvq.errors import KVQuantError
+
+#: Added to the stamp of a sink's BF16 copy, so that it is taken after every window page.
+SINK_BONUS = 1 << 40
+#: Added once for each step towards the end of a window, to the key of a page in the window of a row in use.
+SOFT_BONUS = 1 << 41
+
+QuantizeSlots: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
+#: Page index, whether it exists, page id, each ``[rows, window]``.
+Window: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+@dataclass
+class TierCounts:
+    """A snapshot for metrics and tests, read on the host."""
+
+    slots_total: int
+    slots_used: int
+    pages_quantized: int  #: pages that have a valid record now
+    records_written: int  #: pages quantized since the start
+    errors: int
+    pages_lost: int  #: pages of running requests' windows that are read from records: their BF16 pages were taken
+    prefix_bf16: int  #: tokens before their own that prefills have read in BF16 since the start
+    prefix_quantized: int  #: and from records
+
+
+class TierState:
+    """Tables of one ``PagePool``: which page has which slot and since when, which pages have records, rows in use.
+
+    Args:
+        pool: its ``page_slot``, ``row_sink_end`` and ``row_history_end`` are updated too.
+        sink_pages, recent_pages: the window, in pages.
+        quantize_slots: ``AttentionOps.quantize_slots`` of the backend in use.
+        keeps_first: whether first tokens are kept, if the format needs them and the first page is a sink.
+        prefill_pages: pages before the window that a prefill reads from BF16 pages if these still exist.
+        kept_pages: recent pages that a row in use never loses; None: all.
+        written: tokens that a step writes, 1 or the number of drafts; their pages are never lost.
+    """
+
+    def __init__(
+        self,
+        pool: PagePool,
+        sink_pages: int,
+        recent_pages: int,
+        quantize_slots: QuantizeSlots,
+        keeps_first: bool = False,
+        prefill_pages: int = 0,
+        kept_pages: int | None = None,
+        written: int = 1,
+    ) -> None:
+        self.pool = pool
+        self.sink_pages, self.recent_pages, self.prefill_pages = sink_pages, recent_pages, prefill_pages
+        self.kept_pages, self.written = recent_pages if kept_pages is None else kept_pages, written
+        self.quantize_slots = quantize_slots
+        #: Kept first tokens; None if the format does not need them, or if the first page is no sink.
+        self.sink_cache = pool.sink_cache if keeps_first and sink_pages else None
+        device, rows = pool.device, pool.req_to_token.shape[0]
+        self.slot_page = torch.zeros(pool.slots + 1, dtype=torch.int64, device=device)  # 0: free
+        self.slot_stamp = torch.zeros(pool.slots + 1, dtype=torch.int64, device=device)
+        self.page_valid = torch.zeros(pool.pages + 1, dtype=torch.bool, device=device)
+        #: Pages that begin a sequence, if first tokens are kept.
+        self.page_first = torch.zeros(1 if self.sink_cache is None else pool.pages + 1, dtype=torch.bool, device=device)
+        #: The pages that page ids have; None where ids are pages.
+        self.places = None if pool.arena is None else Places(pool)
+        #: The first slot that BF16 pages may have.
+        self.first_slot = 1 if pool.arena is None else pool.arena.first_slot(pool.arena.pages)
+        self.row_len = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.errors = torch.zeros((), dtype=torch.int64, device=device)
+        self.records_written = torch.zeros((), dtype=torch.int64, device=device)
+        #: Tokens before their own that prefills have read: in BF16, from records.
+        self.prefix_read = torch.zeros(2, dtype=torch.int64, device=device)
+        self.steps = 0
+
+    @property
+    def last_page(self) -> int:
+        """The last page that lies before the first slot."""
+        return self.pool.pages if self.pool.arena is None else self.pool.arena.last_page(self.first_slot)
+
+    @property
+    def live_places(self) -> Places:
+        """The ids of pages.
+
+        Raises:
+            KVQuantError: ids are pages here.
+        """
+        if self.places is None:
+            raise KVQuantError("Page ids are pages here: nothing allocates them, and no boundary moves.")
+        return self.places
+
+    def pages_of(self, ids: torch.Tensor) -> torch.Tensor:
+        """Returns the pages of page ids int64 ``[n]``."""
+        return ids if self.places is None else self.pool.places[ids].long()
+
+    # -- windows ------------------------------------------------------------------------------------
+
+    def history_pages(self, lens: torch.Tensor, more: torch.Tensor | int = 0) -> torch.Tensor:
+        """Returns the end of the history in pages for ``lens`` tokens, if every BF16 copy exists; more: recent
+        pages."""
+        return torch.clamp((lens // P) - self.recent_pages - more, min=self.sink_pages)
+
+    def pages_at(self, rows: torch.Tensor, index: torch.Tensor, exists: torch.Tensor) -> torch.Tensor:
+        """Returns page ids of the rows' page indices ``[n, m]``, 0 where they do not exist."""
+        token = torch.where(exists, index * P, 0)
+        ids = self.pool.req_to_token[rows[:, None], token].long() // P
+        return torch.where(exists, self.pool.places[ids].long(), 0)
+
+    def window(self, rows: torch.Tensor, lens: torch.Tensor, more: torch.Tensor | int = 0) -> Window:
+        """Returns the window of rows ``[n]`` at ``lens`` tokens: page index, exists, page id, each ``[n, window]``.
+
+        more: further recent pages; int64 ``[n]``, at most ``prefill_pages``, or 0.
+        """
+        device = rows.device
+        begin = self.history_pages(lens, more)[:, None]
+        count = self.recent_pages + 1 + (0 if isinstance(more, int) else self.prefill_pages)
+        sinks = torch.arange(self.sink_pages, device=device).expand(len(rows), -1)
+        index = torch.cat([sinks, begin + torch.arange(count, device=device)], dim=1)
+        exists = (index * P < lens[:, None]) & (rows > 0)[:, None]
+        return index, exists, self.pages_at(rows, index, exists)
+
+    @property
+    def soft_pages(self) -> int:
+        """Recent pages of a row that others may take."""
+        return self.recent_pages - self.kept_pages
+
+    def held(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the BF16 slots of the windows of rows in use, and how hard they are to take; int64 ``[n]`` each.
+
+        Levels rise with the pages towards the end of a window. Those above ``_soft_pages`` are pinned. Slot 0 is none.
+        """
+        all_rows = torch.arange(len(self.row_len), device=self.row_len.device)
+        lens = self.row_len[:, None]
+        index, _, pages = self.window(all_rows, self.row_len)
+        pinned = (index < self.sink_pages) | (index >= (lens - self.written).clamp(min=0) // P - self.kept_pages)
+        levels = torch.where(pinned, self.soft_pages, index - lens // P + self.recent_pages) + 1
+        return self.pool.page_slot[pages].clamp(min=0).long().flatten(), levels.flatten()
+
+    # -- slots for pages, records for pages ---------------------------------------------------------
+
+    def assign(
+        self,
+        pages: torch.Tensor,
+        need: torch.Tensor,
+        pinned: torch.Tensor,
+        held: torch.Tensor | None = None,
+        spared: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Gives BF16 pages to pages int64 ``[n]`` that ``need`` one, least recently used first, never a pinned slot.
+
+        Keeps first tokens of the pages that lose their BF16 copy, but not in entries that are ``spared``. held: int64
+        ``[2, m]``, slots of windows and what to add to their keys; the largest of a slot counts.
+
+        Returns:
+            bool ``[n]``: True for pages that got none.
+        """
+        priority = torch.where(self.slot_page > 0, self.slot_stamp, -1)
+        if held is not None:
+            priority += torch.zeros_like(priority).scatter_reduce_(0, held[0], held[1], "amax")
+        priority.index_fill_(0, pinned.clamp(min=0).long(), NEVER)
+        priority[: self.first_slot].fill_(NEVER)
+        # Admission sizes guarantee a BF16 copy, so a page without one is an error.
+        slots, given = hand_out(priority, need)
+        old = torch.where(given, self.slot_page[slots], 0)
+        self.quantize((old > 0) & ~self.page_valid[old], slots, old)
+        self.page_valid.index_fill_(0, old, True)
+        self.pool.page_slot.index_fill_(0, old, -1)
+        takers = torch.where(given, pages, 0)
+        self.pool.page_slot[takers] = slots.int()
+        self.pool.page_slot[0].fill_(0)
+        self.slot_page[slots] = takers
+        if self.sink_cache is not None:  # lost first tokens are still in the BF16 pages: the batch writes later
+            first, tokens = (old > 0) & self.page_first[old], self.pool.bf16_pages[:, slots, :, :, 0]
+            self.sink_cache.keep(old, first, tokens, self.pool.page_slot, self.steps, spared)
+        return need & ~given
+
+    def quantize(self, mask: torch.Tensor, slots: torch.Tensor, pages: torch.Tensor) -> None:
+        """Quantizes the masked (slot, page) pairs, compacted without asking the host for their number."""
+        at = torch.where(mask, torch.cumsum(mask, 0) - 1, len(mask))
+        compact = slots.new_zeros(2, len(mask) + 1)
+        compact[0, at], compact[1, at] = slots, pages
+        count = mask.sum()
+        self.records_written += count
+        self.quantize_slots(compact[0, :-1], compact[1, :-1], count.view(1))
+
+    def quantize_in(self, slots: torch.Tensor) -> None:
+        """Quantizes the pages in these BF16 pages, int64 ``[n]``, 0 for none, each once even if it is repeated."""
+        marked = torch.zeros_like(self.slot_page, dtype=torch.bool)
+        marked.index_fill_(0, slots.clamp(min=0), True)
+        marked[0].fill_(False)
+        self.quantize(marked, torch.arange(len(marked), device=slots.device), self.slot_page)
+        self.page_valid.index_fill_(0, torch.where(marked, self.slot_page, 0), True)
+
+    def ensure_records(self, source: torch.Tensor) -> torch.Tensor:
+        """Quantizes pages int64 ``[n]`` that have no records; returns their BF16 slots, -1 for none."""
+        slots = self.pool.page_slot[source].long()
+        missing = ~self.page_valid[source]
+        self.errors += (missing & (slots <= 0)).sum()
+        self.quantize_in(torch.where(missing, slots, 0))
+        return slots
+
+    # -- looking inside -----------------------------------------------------------------------------
+
+    def count(self) -> torch.Tensor:
+        """Returns the fields of ``TierCounts`` except the first, int64 ``[7]`` on the device; does not wait for it."""
+        used, valid = (self.slot_page > 0).sum(), self.page_valid[1:].sum()
+        counts = torch.stack([used, valid, self.records_written, self.errors, self._pages_lost()])
+        return torch.cat([counts, self.prefix_read])
+
+    def _pages_lost(self) -> torch.Tensor:
+        """Returns how many pages of rows' windows are read from records."""
+        history = self.history_pages(self.row_len)
+        whole = self.row_len // P
+        sinks = (whole.clamp(max=self.sink_pages) - self.pool.row_sink_end // P).clamp(min=0)
+        recent = (self.pool.row_history_end // P - history).clamp(min=0)
+        return torch.where(self.row_len > 0, sinks + recent, 0).sum()
+
+    def counts(self) -> TierCounts:
+        """Returns the counters. Synchronises with the device."""
+        return TierCounts(self.pool.slots, *self.count().tolist())

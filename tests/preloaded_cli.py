@@ -1,0 +1,83 @@
+"""Runs ``kvq`` in processes that are forked from one that has imported torch, which saves each of them two seconds.
+
+    python -m tests.preloaded_cli    # one command a line on stdin, as JSON; its exit status on stdout
+
+Modules that read the environment when they are imported, such as the hub's client, are each command's own.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import runpy
+import subprocess
+import sys
+import tempfile
+from functools import cache
+from pathlib import Path
+
+from tests.conftest import ROOT
+
+#: What commands import before they look at their arguments, and what the slow part of it is.
+HEAVY = ("torch", "safetensors.torch", "rich.table", "typer", "sglang_kvq.cli", "sglang_kvq.rotations")
+#: Packages that read variables when they are imported.
+READS_VARIABLES = ("huggingface_hub", "transformers")
+
+
+def run(words: list[str], env: dict[str, str], timeout: float = 600) -> subprocess.CompletedProcess[str]:
+    """Runs ``python -m sglang_kvq.cli`` with these words and variables, in the repository's root."""
+    parent = _parent()
+    with tempfile.TemporaryDirectory() as folder:
+        out, err = Path(folder, "out"), Path(folder, "err")
+        request = {"argv": ["kvq", *words], "env": env, "out": str(out), "err": str(err), "timeout": int(timeout)}
+        parent.stdin.write(json.dumps(request) + "\n")
+        parent.stdin.flush()
+        answer = parent.stdout.readline()
+        assert answer, "the process that forks commands ended"
+        return subprocess.CompletedProcess(words, int(answer), out.read_text(), err.read_text())
+
+
+@cache
+def _parent() -> subprocess.Popen:
+    command = [sys.executable, "-m", "tests.preloaded_cli"]
+    parent = subprocess.Popen(command, cwd=ROOT, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    atexit.register(parent.stdin.close)
+    return parent
+
+
+def _become(request: dict) -> None:
+    """Becomes the command; it is ended by a signal if it takes too long."""
+    import signal
+
+    signal.alarm(request["timeout"])
+    null = os.open(os.devnull, os.O_RDONLY)
+    for target, source in ((0, null), *((n, os.open(request[name], os.O_WRONLY | os.O_CREAT)) for n, name in OUTPUTS)):
+        os.dup2(source, target)
+    os.environ.clear()
+    os.environ.update(request["env"])
+    sys.argv = request["argv"]
+    runpy.run_module("sglang_kvq.cli", run_name="__main__", alter_sys=True)
+
+
+OUTPUTS = ((1, "out"), (2, "err"))
+
+
+def _main() -> None:
+    import importlib
+
+    for name in HEAVY:
+        importlib.import_module(name)
+    del sys.modules["sglang_kvq.cli"]  # runs as __main__
+    early = [name for name in READS_VARIABLES if name in sys.modules]
+    assert not early, f"{early} are imported before a command's variables are set"
+    for line in sys.stdin:
+        pid = os.fork()
+        if not pid:
+            _become(json.loads(line))
+            return
+        print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+
+
+if __name__ == "__main__":
+    _main()
