@@ -144,9 +144,11 @@ def resolve_max_num_reqs(original: Original, self: Configurator, token_capacity:
     except KVQuantError as error:  # here nothing but SystemExit ends the process without SGLang's traceback
         raise SystemExit(f"sglang-kvq: {error}") from None
     if state.shared is not None:
-        # A memory that is divided once has few rows. Thousands of a million tokens each would not fit beside this one.
-        most = max(int(state.budget_bytes * _ROWS_SHARE) // (4 * self.model_config.context_len), _LEAST_ROWS)
-        rows = requests_per_worker(self) or most
+        rows = requests
+        if self.server_args.max_running_requests is None:
+            # A memory that is divided once has few rows. Thousands of a million tokens each would not fit beside this.
+            few = max(int(state.budget_bytes * _ROWS_SHARE) // (4 * self.model_config.context_len), _LEAST_ROWS)
+            rows = min(rows, few)
         most, whole = (min(rows, n) for n in (layout.max_requests, layout.whole_windows))
         layout = replace(layout, max_requests=most, whole_windows=whole)
     state.layout = layout
