@@ -89,7 +89,7 @@ class Preloaded:
     """A process that has imported SGLang under a server's variables, and forks servers."""
 
     def __init__(self, server: Server) -> None:
-        self.variables = _sglangs(server)
+        self.variables, self.kernels = _sglangs(server), _kernels(server)
         self.channel, theirs = socket.socketpair()
         model = server.command[server.command.index("--model-path") + 1]
         words = [server.command[0], "-m", "tests.e2e.preloaded", str(theirs.fileno()), model]
@@ -102,8 +102,8 @@ class Preloaded:
         self.channel.settimeout(None)
 
     def can_fork(self, server: Server) -> bool:
-        """Returns True if the server's variables for SGLang are those under which it was imported."""
-        return _sglangs(server) == self.variables
+        """Returns True if the server's variables for SGLang, and its kernels, are those with which it was imported."""
+        return (_sglangs(server), _kernels(server)) == (self.variables, self.kernels)
 
     def fork(self, server: Server) -> Forked:
         """The server's process; its folder is that of its log."""
@@ -119,6 +119,12 @@ def _sglangs(server: Server) -> dict[str, str]:
     """Variables of which SGLang may read some while it is imported."""
     found = {name: value for name, value in server.env.items() if name.startswith("SGLANG_")}
     return {name: value for name, value in found.items() if name not in READ_LATE + CONSTANTS}
+
+
+def _kernels(server: Server) -> str | None:
+    """The first folder of the server's PYTHONPATH with a stand-in for SGLang's kernels."""
+    folders = server.env.get("PYTHONPATH", "").split(os.pathsep)
+    return next((folder for folder in folders if folder and Path(folder, "sgl_kernel").exists()), None)
 
 
 def _serve(request: dict) -> None:
