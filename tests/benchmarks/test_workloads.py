@@ -266,7 +266,7 @@ def test_the_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyt
     assert "| 40 + 12 tokens, 4 clients |" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="FAILED: int4: --methods int4: the server's cache is none"):
         run_script(f"--cpu --tiny --layers 2 --out {out} --methods int4 --workloads 200", monkeypatch)
-    assert len(record.read_rows(out)) == 2
+    assert len(record.read_rows(out)) == 3
 
 
 # -- result files -----------------------------------------------------------------------------------------
