@@ -19,7 +19,7 @@ from pathlib import Path
 
 from tests.conftest import ROOT
 
-#: What commands import before they look at their arguments, and what the slow part of it is.
+#: Modules that commands import before they look at their arguments; the first ones are slow.
 HEAVY = ("torch", "safetensors.torch", "rich.table", "typer", "sglang_kvq.cli", "sglang_kvq.rotations")
 #: Packages that read variables when they are imported.
 READS_VARIABLES = ("huggingface_hub", "transformers")

@@ -79,11 +79,11 @@ def markdown(rows: Sequence[Row]) -> str:
             plain = by.get((model, name, "none"))
             cells = [by.get((model, name, method)) for method in methods]
             lines.append([f"{model}{name}", *("" if row is None else cell(row, plain) for row in cells)])
-        parts.append(f"**{title}**\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines))
+        parts.append(_table(title, lines))
     limits = {row["title"]: (row["ttft_limit_ms"], row["tpot_limit_ms"]) for row in rows}
     lines = [["workload", "first token", "later ones"], ["---"] * 3]
     lines += [[name, f"{ttft:,.0f} ms", f"{tpot:,.0f} ms"] for name, (ttft, tpot) in limits.items()]
-    parts.append("**Limits of goodput**\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines))
+    parts.append(_table("Limits of goodput", lines))
     if firsts:
         parts.append(_first_tokens(firsts))
     return "\n\n".join(parts) + "\n"
@@ -100,8 +100,11 @@ def _first_tokens(rows: Sequence[Row]) -> str:
             ratio = f" ({by[method][name] / by['none'][name]:.2f}x)" if method != "none" and "none" in by else ""
             cells.append(f"{by[method][name]:.1f}{ratio}")
         lines.append(cells)
-    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-    return f"**Time to the first token of short prompts on an idle server, in ms**\n\n{table}"
+    return _table("Time to the first token of short prompts on an idle server, in ms", lines)
+
+
+def _table(title: str, lines: Sequence[Sequence[str]]) -> str:
+    return f"**{title}**\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def _model(row: Row) -> str:

@@ -31,6 +31,7 @@ class TritonTierManager(TierManager):
     """
 
     def _set_up(self) -> None:
+        super()._set_up()
         pool, sink_cache, slots, rows = self.pool, self.sink_cache, len(self.slot_page), len(self.row_len)
 
         def zeros(n: int) -> torch.Tensor:

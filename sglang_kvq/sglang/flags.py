@@ -177,7 +177,7 @@ def complete(values: MutableMapping[str, Any], config: KVQuantConfig, device: st
     # At "auto" SGLang takes FP8 from checkpoints that ask for it (ModelOpt's kv_cache_quant_algo), once loaded.
     values["kv_cache_dtype"] = "bfloat16"
     # A calibration would count the made-up batches that graphs are captured with.
-    if config.capture or len(compat.prefill_graphs(device)) == 1:
+    if config.capture or "breakable" not in compat.prefill_graphs(device):
         values["disable_prefill_cuda_graph"] = True
         values["cuda_graph_backend_prefill"] = None
     # Else every scrape and every probe is a line of the log.

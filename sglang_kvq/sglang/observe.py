@@ -19,9 +19,9 @@ CHECKED_STEPS = "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY"
 def check_when_idle(original: Original, self: Any) -> None:
     """AROUND ``SchedulerInvariantChecker._check_tree_cache``: SGLang calls it again and again while nothing runs.
 
-    The check takes a tenth of a second, for which a request would wait. So it waits for ``QUIET`` seconds without work,
-    unless SGLang checks its pools at every step (``CHECKED_STEPS``). A failure is reported as SGLang's own leak checks
-    are: fatal, or a warning with ``SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE=0``.
+    The check waits for the device and copies tables from it, and a request would wait for that. So it comes after
+    ``QUIET`` seconds without work, unless SGLang checks its pools at every step (``CHECKED_STEPS``). A failure is
+    reported as SGLang's own leak checks are: fatal, or a warning with ``SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE=0``.
     """
     original(self)
     state = runtime.current()

@@ -100,6 +100,7 @@ class Late(TierManager):
     """Work that the next plan does, after its own."""
 
     def _set_up(self) -> None:
+        super()._set_up()
         self.later = []
 
     def _plan(self, *batch) -> None:

@@ -116,8 +116,8 @@ def stored(storage: Path, index: int, method: str = "int2") -> list[Path]:
     return found
 
 
-def test_answers_from_host_and_storage_are_those_of_pages_that_stayed(start, storage):
-    client = start("--kv-quant", "int2")
+def come_back(client: Client) -> None:
+    """Prompt 0 is answered from the host and from storage as from pages that stayed."""
     want = stayed(client)
     push_out(client)
     place, logprobs = ask(client, 0)
@@ -126,6 +126,10 @@ def test_answers_from_host_and_storage_are_those_of_pages_that_stayed(start, sto
     place, logprobs = ask(client, 0)
     assert place == at("storage") and logprobs == want
 
+
+def test_answers_from_host_and_storage_are_those_of_pages_that_stayed(start, storage):
+    client = start("--kv-quant", "int2")
+    come_back(client)
     files, state = list(storage.glob("*.bin")), client.state()
     assert len(files) >= PAGES and all("-kvq1-int2-" in file.name for file in files)
     assert {file.stat().st_size for file in files} == {state["host_page_bytes"]}

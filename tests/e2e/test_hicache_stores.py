@@ -15,7 +15,7 @@ import pytest
 from sglang_kvq.constants import PAGE_SIZE as P
 from sglang_kvq.server_process import free_port
 from tests.e2e.client import Client
-from tests.e2e.test_hicache import FLAGS, PAGES, ask, at, page_names, push_out, stayed, wait_for
+from tests.e2e.test_hicache import FLAGS, PAGES, ask, at, come_back, page_names, wait_for
 
 #: Flags but the back end and what is about it.
 OTHERS = [flag for flag in FLAGS if flag not in ("--hicache-storage-backend", "file")]
@@ -48,17 +48,6 @@ def start(servers, small_host) -> Callable[..., Client]:
         return client
 
     return go
-
-
-def come_back(client: Client) -> None:
-    """Prompt 0 is answered from the host and from storage as from pages that stayed."""
-    want = stayed(client)
-    push_out(client)
-    place, logprobs = ask(client, 0)
-    assert place == at("host") and logprobs == want
-    client.flush()
-    place, logprobs = ask(client, 0)
-    assert place == at("storage") and logprobs == want
 
 
 # -- NIXL --------------------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import pytest
 from sglang_kvq.releases import NEW_TREE_RELEASES
 from tests.e2e.client import Client, together
 from tests.e2e.test_serving import STRICT, assert_empties
+from tests.e2e.test_soft_windows import prompt
 
 pytestmark = pytest.mark.skipif(version("sglang") not in NEW_TREE_RELEASES, reason="older releases divide it once")
 #: More tokens than fit, so the memory alone decides. It holds whole windows of about thirty requests, or 1,100 pages.
@@ -17,10 +18,6 @@ FLAGS = (
     *("--max-running-requests", "64"),
 )
 MANY = 24
-
-
-def prompt(index: int, tokens: int) -> list[int]:
-    return [200 + (7 * i + 31 * index) % 5000 for i in range(tokens)]
 
 
 def test_the_boundary_follows_the_requests(servers, plugins):

@@ -15,8 +15,8 @@ FLAGS = (
 STREAMS = 16
 
 
-def prompt(index: int) -> list[int]:
-    return [200 + (7 * i + 31 * index) % 5000 for i in range(420)]
+def prompt(index: int, tokens: int = 420) -> list[int]:
+    return [200 + (7 * i + 31 * index) % 5000 for i in range(tokens)]
 
 
 @pytest.fixture

@@ -28,7 +28,7 @@ without a batch, ``boundary`` what moves in a shared memory. All this is the CPU
 ``triton_tiers``, which decides the same on a GPU in a few launches.
 """
 
-from sglang_kvq.cache.tiers.manager import RestorePages, TierManager, read_lens
-from sglang_kvq.cache.tiers.state import SINK_BONUS, QuantizeSlots, TierCounts
+from sglang_kvq.cache.tiers.manager import TierManager, read_lens
+from sglang_kvq.cache.tiers.state import SINK_BONUS, QuantizeSlots, RestorePages, TierCounts
 
 __all__ = ["SINK_BONUS", "QuantizeSlots", "RestorePages", "TierCounts", "TierManager", "read_lens"]

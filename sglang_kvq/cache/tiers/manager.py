@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TypeAlias
-
 import numpy as np
 import torch
 
@@ -20,14 +17,11 @@ from sglang_kvq.cache.pending import (
     PendingOps,
     keep_alive,
 )
-from sglang_kvq.cache.pool import PagePool
 from sglang_kvq.cache.tiers.boundary import move_boundary
 from sglang_kvq.cache.tiers.fills import Fills
-from sglang_kvq.cache.tiers.state import SINK_BONUS, SOFT_BONUS, QuantizeSlots, TierState, Window
+from sglang_kvq.cache.tiers.state import SINK_BONUS, SOFT_BONUS, TierState, Window
 from sglang_kvq.constants import PAGE_SIZE as P
 from sglang_kvq.errors import KVQuantError
-
-RestorePages: TypeAlias = Callable[[torch.Tensor], None]
 
 
 def read_lens(prefix_lens: torch.Tensor | None, seq_lens: torch.Tensor) -> torch.Tensor:
@@ -36,36 +30,14 @@ def read_lens(prefix_lens: torch.Tensor | None, seq_lens: torch.Tensor) -> torch
 
 
 class TierManager(TierState):
-    """Assigns BF16 pages in one ``PagePool``.
+    """Assigns BF16 pages in one ``PagePool``."""
 
-    Args:
-        restore_pages: the backend's ``restore_pages``; None keeps no first tokens.
-        pool, sink_pages, recent_pages, quantize_slots, prefill_pages, kept_pages, written: see ``TierState``.
-    """
-
-    def __init__(
-        self,
-        pool: PagePool,
-        sink_pages: int,
-        recent_pages: int,
-        quantize_slots: QuantizeSlots,
-        restore_pages: RestorePages | None = None,
-        prefill_pages: int = 0,
-        kept_pages: int | None = None,
-        written: int = 1,
-    ) -> None:
-        keeps_first, more = restore_pages is not None, (prefill_pages, kept_pages, written)
-        super().__init__(pool, sink_pages, recent_pages, quantize_slots, keeps_first, *more)
-        self.restore_pages = restore_pages
+    def _set_up(self) -> None:
         self.pending = PendingOps()
         self._fills = Fills(self, self._move_tokens)
         self._dirty = True
         self._forget = False  # forget everything before the next plan
         self._next_lens: np.ndarray | None = None  # lengths that continue the last decode batch
-        self._set_up()
-
-    def _set_up(self) -> None:
-        """Allocates the state that a subclass adds."""
 
     # -- the scheduler's side ------------------------------------------------------------------
 

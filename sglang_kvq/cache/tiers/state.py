@@ -24,6 +24,7 @@ SINK_BONUS = 1 << 40
 SOFT_BONUS = 1 << 41
 
 QuantizeSlots: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
+RestorePages: TypeAlias = Callable[[torch.Tensor], None]
 #: Page index, whether it exists, page id, each ``[rows, window]``.
 Window: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -49,7 +50,7 @@ class TierState:
         pool: its ``page_slot``, ``row_sink_end`` and ``row_history_end`` are updated too.
         sink_pages, recent_pages: the window, in pages.
         quantize_slots: ``AttentionOps.quantize_slots`` of the backend in use.
-        keeps_first: whether first tokens are kept, if the format needs them and the first page is a sink.
+        restore_pages: the backend's ``restore_pages``; None keeps no first tokens.
         prefill_pages: pages before the window that a prefill reads from BF16 pages if these still exist.
         kept_pages: recent pages that a row in use never loses; None: all.
         written: tokens that a step writes, 1 or the number of drafts; their pages are never lost.
@@ -61,7 +62,7 @@ class TierState:
         sink_pages: int,
         recent_pages: int,
         quantize_slots: QuantizeSlots,
-        keeps_first: bool = False,
+        restore_pages: RestorePages | None = None,
         prefill_pages: int = 0,
         kept_pages: int | None = None,
         written: int = 1,
@@ -69,9 +70,9 @@ class TierState:
         self.pool = pool
         self.sink_pages, self.recent_pages, self.prefill_pages = sink_pages, recent_pages, prefill_pages
         self.kept_pages, self.written = recent_pages if kept_pages is None else kept_pages, written
-        self.quantize_slots = quantize_slots
+        self.quantize_slots, self.restore_pages = quantize_slots, restore_pages
         #: Kept first tokens; None if the format does not need them, or if the first page is no sink.
-        self.sink_cache = pool.sink_cache if keeps_first and sink_pages else None
+        self.sink_cache = None if restore_pages is None or not sink_pages else pool.sink_cache
         device, rows = pool.device, pool.req_to_token.shape[0]
         self.slot_page = torch.zeros(pool.slots + 1, dtype=torch.int64, device=device)  # 0: free
         self.slot_stamp = torch.zeros(pool.slots + 1, dtype=torch.int64, device=device)
@@ -88,6 +89,10 @@ class TierState:
         #: Tokens before their own that prefills have read: in BF16, from records.
         self.prefix_read = torch.zeros(2, dtype=torch.int64, device=device)
         self.steps = 0
+        self._set_up()
+
+    def _set_up(self) -> None:
+        """Allocates the state that a subclass adds."""
 
     @property
     def last_page(self) -> int:
@@ -143,7 +148,7 @@ class TierState:
     def held(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the BF16 slots of the windows of rows in use, and how hard they are to take; int64 ``[n]`` each.
 
-        Levels rise with the pages towards the end of a window. Those above ``_soft_pages`` are pinned. Slot 0 is none.
+        Levels rise with the pages towards the end of a window. Those above ``soft_pages`` are pinned. Slot 0 is none.
         """
         all_rows = torch.arange(len(self.row_len), device=self.row_len.device)
         lens = self.row_len[:, None]

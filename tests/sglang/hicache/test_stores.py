@@ -50,7 +50,7 @@ class Store:
         controller.storage_backend = self.backend
 
     def write(self, keys: list[str], rows: list[int]) -> bool:
-        """As SGLang's thread does, behind our hook."""
+        """Stores pages as SGLang's thread does, behind our hook."""
         from sglang.srt.managers.cache_controller import HiCacheController
 
         from sglang_kvq.sglang.hicache.storage import before_page_set
@@ -192,6 +192,7 @@ def test_names_of_an_unknown_release_are_refused(controller):
 
 def test_mooncake_says_what_it_did_not_remove(create, controller, caplog):
     store = create("mooncake")
+    caplog.clear()  # SGLang's own lines, if an earlier test has raised its level
     controller.host.remove_stored("nothing")
     assert not caplog.text, "it is gone already"
     store.backend.store.remove = lambda name, force: -600
