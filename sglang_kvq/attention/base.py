@@ -214,11 +214,12 @@ class AttentionOps(ABC):
         batch: ExtendBatch,
         scale: float,
         sinks: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attends causally with new tokens to the stored prefix and to themselves.
 
         q BF16 ``[T, q_heads, D]``, k and v BF16 ``[T, kv_heads, D]``: the batch's activations, which
-        need not be stored yet. Returns BF16 ``[T, q_heads, D]``. sinks: see ``decode``.
+        need not be stored yet. Returns BF16 ``[T, q_heads, D]``: ``out``, contiguous, if given. sinks: see ``decode``.
         """
 
     @abstractmethod

@@ -281,14 +281,14 @@ class RaggedPrefill:
         k: torch.Tensor,
         v: torch.Tensor,
         gather: Gather,
+        out: torch.Tensor,
         sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    ) -> None:
         """Runs one layer; ``gather(k, v, pages)`` fills rows of the workspace from stored pages.
 
-        sinks: see ``AttentionOps.decode``.
+        out: see ``AttentionOps.extend``; sinks: see ``AttentionOps.decode``.
         """
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-        out = torch.empty_like(q)
         size = max((sum(c.call.kv_lens) for c in calls if c.call.gathers), default=0)
         space = torch.empty(2, size, *k.shape[1:], dtype=k.dtype, device=k.device)
         begin, lse = 0, torch.empty(0)  # of the first of the calls that are merged
@@ -313,7 +313,6 @@ class RaggedPrefill:
                 self.library.merge_state_in_place(out[mine], mine_lse, part, part_lse)
             if call.last and sinks is not None:
                 scale_by_sinks(out[begin : begin + len(lse)], lse, sinks)
-        return out
 
     def _add(self, backend: str) -> _Wrapper:
         wrapper = _Wrapper(self.library.BatchPrefillWithRaggedKVCacheWrapper(self._floats, "NHD", backend=backend))
@@ -378,13 +377,14 @@ def _try(prefill: RaggedPrefill) -> None:
         for heads in (prefill.q_heads, prefill.kv_heads)
     )
     sinks = torch.full((prefill.q_heads,), sink, device=prefill.device)
+    out = torch.empty_like(q)
 
     def gather(keys: torch.Tensor, values: torch.Tensor, pages: torch.Tensor) -> None:
         keys.zero_()
         values.fill_(1)
 
     try:
-        out = prefill.run(prefill.plan(batch, 1.0), q, k, torch.ones_like(k), gather, sinks)
+        prefill.run(prefill.plan(batch, 1.0), q, k, torch.ones_like(k), gather, out, sinks)
     finally:
         prefill.capacity = old
     keys = torch.arange(stored + 1, stored + new + 1, device=prefill.device)

@@ -113,8 +113,9 @@ class ReferenceOps(AttentionOps):
         batch: ExtendBatch,
         scale: float,
         sinks: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        out, start = torch.empty_like(q), 0
+        out, start = torch.empty_like(q) if out is None else out, 0
         for row, prefix, new in zip(batch.rows.tolist(), batch.prefix_lens, batch.new_lens):
             span = slice(start, start + new)
             k_old, v_old = self._stored(layer, row, prefix)

@@ -35,6 +35,9 @@ from sglang_kvq.kernels.quantize.keep_sink_tokens import restore_pages
 from sglang_kvq.kernels.quantize.quantize_pages import quantize_slots, quantize_tokens
 from sglang_kvq.kernels.quantize.rotate import Store, rotate, split_rotation
 
+#: Maximum number of new tokens of a batch whose rotated queries, keys and values lie in the same buffers in all layers.
+_SHORT = 1024
+
 
 @dataclass
 class BatchPlans:
@@ -121,6 +124,7 @@ class TritonOps(AttentionOps):
         self.prefill, self.short = prefill, short
         self.geometry = Geometry(q_heads, pool.kv_heads, pool.head_dim, self._sms)
         self._extend_plans: BatchPlans | None = None
+        self._rotated: tuple[torch.Tensor | None, ...] = (None, None, None)
         self._outgrown: list[object] = []  # buffers whose addresses CUDA graphs may hold
         self._verifications: dict[int, Verification] = {}  # by the number of drafts
         self.max_batch = 0
@@ -175,9 +179,14 @@ class TritonOps(AttentionOps):
     def rotate_and_keep(
         self, layer: int, loc: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Rotates and stores in one launch."""
-        store = self._store(layer, loc)
-        q, k, v = rotate((q, k, v), self._rotations[layer], store, mean=self._means[layer], keep=True)
+        """Rotates and stores in one launch.
+
+        The results lie where those of the layer before lay, if the batch is short: its host has no time to allocate.
+        """
+        rotations, store = self._rotations[layer], self._store(layer, loc)
+        q, k, v = rotate((q, k, v), rotations, store, mean=self._means[layer], keep=True, space=self._rotated)
+        if len(q) <= _SHORT:
+            self._rotated = tuple(None if r is None else x for r, x in zip(rotations, (q, k, v)))
         return q, k, v
 
     def quantize_tokens(
@@ -250,13 +259,18 @@ class TritonOps(AttentionOps):
         batch: ExtendBatch,
         scale: float,
         sinks: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        if out is None:
+            out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         plans = self._plans_of(batch)
         if self.short is not None and self._is_short(layer, plans, self.short):
-            return self._extend_short(layer, q, k, v, plans, self.short, scale, sinks)
-        if self.prefill is not None and self.prefill.suits(batch.new_lens):
-            return self._extend_flashinfer(layer, q, k, v, plans, self.prefill, scale, sinks)
-        return self._extend_slabs(layer, q, k, v, plans, scale, sinks)
+            self._extend_short(layer, out, q, k, v, plans, self.short, scale, sinks)
+        elif self.prefill is not None and self.prefill.suits(batch.new_lens):
+            self._extend_flashinfer(layer, out, q, k, v, plans, self.prefill, scale, sinks)
+        else:
+            self._extend_slabs(layer, out, q, k, v, plans, scale, sinks)
+        return out
 
     def _plans_of(self, batch: ExtendBatch) -> BatchPlans:
         if self._extend_plans is None or self._extend_plans.batch is not batch:
@@ -277,6 +291,7 @@ class TritonOps(AttentionOps):
     def _extend_short(
         self,
         layer: int,
+        out: torch.Tensor,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
@@ -284,23 +299,22 @@ class TritonOps(AttentionOps):
         short: ShortExtends,
         scale: float,
         sinks: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """Attends to stored pages read directly."""
+    ) -> None:
+        """Attends to stored pages read directly; writes out."""
         if plans.short is None:
             plans.short = plan_short(plans.batch, short, self.geometry, self.pool.device)
         plan, rows = plans.short, plans.batch.rows
         partial = torch.empty(plan.partials, *q.shape[1:], dtype=torch.float32, device=q.device)
         lse = torch.empty(partial.shape[:2], dtype=torch.float32, device=q.device)
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         how = {"launch": plan.launch, "sinks": sinks}
         extend(out, partial, lse, q, (k, v), plan.items, rows, scale, *self._stored(layer), **how)
         if plan.partials:
             merge_splits(out, partial, lse, plan.spans, least=2, sinks=sinks)
-        return out
 
     def _extend_flashinfer(
         self,
         layer: int,
+        out: torch.Tensor,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
@@ -308,7 +322,7 @@ class TritonOps(AttentionOps):
         prefill: RaggedPrefill,
         scale: float,
         sinks: torch.Tensor | None,
-    ) -> torch.Tensor:
+    ) -> None:
         """Dequantizes prefixes, then attends with FlashInfer."""
         if plans.calls is None:
             plans.calls = prefill.plan(plans.batch, scale)
@@ -316,18 +330,19 @@ class TritonOps(AttentionOps):
         def gather(keys: torch.Tensor, values: torch.Tensor, pages: torch.Tensor) -> None:
             gather_pages(keys, values, plans.batch.rows, pages, *self._stored(layer))
 
-        return prefill.run(plans.calls, q, k, v, gather, sinks)
+        prefill.run(plans.calls, q, k, v, gather, out, sinks)
 
     def _extend_slabs(
         self,
         layer: int,
+        out: torch.Tensor,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
         plans: BatchPlans,
         scale: float,
         sinks: torch.Tensor | None,
-    ) -> torch.Tensor:
+    ) -> None:
         """Dequantizes prefixes slab by slab and attends to each with our own kernel."""
         batch = plans.batch
         rows = rows_per_tile(self.pool.head_dim, max(batch.new_lens))
@@ -340,7 +355,6 @@ class TritonOps(AttentionOps):
                 self.pool.device,
             )
         slabs = plans.slabs
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         state = None
         if len(slabs) > 1:
             state = tuple(torch.empty(*q.shape[:2], n, dtype=torch.float32, device=q.device) for n in (q.shape[2], 2))
@@ -354,7 +368,6 @@ class TritonOps(AttentionOps):
                 gather_pages(*stored, batch.rows, slab.pages, *self._stored(layer))
             ends = {"first": i == 0, "last": slab is slabs[-1]}
             flash_attention(out, state, q, (k, v), stored, slab.tiles, scale, rows=rows, sinks=sinks, **ends)
-        return out
 
     def score_keys(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, batch: ExtendBatch, part: ScoringPart, scale: float

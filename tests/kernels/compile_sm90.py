@@ -46,6 +46,7 @@ from sglang_kvq.formats.page import PageFormat
 from sglang_kvq.formats.planes import PlaneCode, PlaneFormat
 from sglang_kvq.kernels.decode.decode_attention import DecodeLaunch
 from sglang_kvq.kernels.decode.learned_sinks import scale_by_sinks
+from sglang_kvq.kernels.device import launch as device_launch
 from sglang_kvq.kernels.device.codes import PlaneRecord, Record, record_of
 from sglang_kvq.kernels.extend.extend_attention import extend as triton_extend
 from sglang_kvq.kernels.extend.extend_attention import is_cheap
@@ -383,6 +384,7 @@ PARTS = {"geometries": geometries, "codes": codes, "planes": planes, "launches":
 
 def main() -> None:
     triton.runtime.jit.JITFunction.run = compile_launch
+    device_launch.searches = True
     triton_ops.INTERPRETED = True  # lets the backend stand on CPU tensors; the kernels are not interpreted
     triton_ops.can_overlap = lambda device: True
     triton_ops.decode, verification.decode = counted_on(triton_ops.decode), counted_on(verification.decode)

@@ -32,6 +32,7 @@ from sglang_kvq.kernels.decode.split_work import BF16_PAGE_TILE, WorkCosts, load
 from sglang_kvq.kernels.device.arguments import Stored, View, view
 from sglang_kvq.kernels.device.codes import PlaneRecord, Record
 from sglang_kvq.kernels.device.common import INTERPRETED, NO_OVERLAP, PAGE, Overlap, dot, page_of, to_bf16
+from sglang_kvq.kernels.device.launch import start_kernel
 from sglang_kvq.kernels.device.plane_codes import row_dims
 from sglang_kvq.kernels.device.shape import Shape, shape_of, value_dims
 from sglang_kvq.kernels.device.softmax import LOG2E, NEVER, Softmax, first_columns
@@ -266,7 +267,8 @@ def decode(
         raise KVQuantError(f"{launch}: records of planes are read two pages a turn; use half_pages=2.")
     shape = shape_of(stored.records.shape[1], d, q_heads)
     chunks = 1 if drafts is None else drafts.chunks
-    _decode[(shape.KV_HEADS * (d // shape.DIMS) * chunks, count)](
+    start_kernel(
+        _decode, (shape.KV_HEADS * (d // shape.DIMS) * chunks, count),
         out, lse, view(q), items, scale * LOG2E, stored,
         items if drafts is None else drafts.seen, 0 if drafts is None else drafts.row,
         RECORD=record,

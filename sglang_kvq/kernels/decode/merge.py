@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from sglang_kvq.kernels.device.common import NO_OVERLAP, Overlap, to_bf16
+from sglang_kvq.kernels.device.launch import start_kernel
 from sglang_kvq.kernels.device.softmax import load_sink
 
 #: Elements of the partial results that a warp holds.
@@ -43,7 +44,8 @@ def merge_splits(
     columns = triton.next_power_of_2(d)
     if chunk > 16:  # few rows: spread each over several programs
         columns = min(columns, 32)
-    _merge[(batch * heads, triton.cdiv(d, columns))](
+    start_kernel(
+        _merge, (batch * heads, triton.cdiv(d, columns)),
         out, partial, lse, spans, lse if sinks is None else sinks,
         HEADS=heads,
         CHUNK=chunk,

@@ -20,6 +20,7 @@ from sglang_kvq.kernels.decode.decode_attention import is_two_bit
 from sglang_kvq.kernels.device.arguments import Stored, View, field_count, load_fields, view
 from sglang_kvq.kernels.device.codes import PlaneRecord, Record
 from sglang_kvq.kernels.device.common import INTERPRETED, PAGE, page_of, to_bf16
+from sglang_kvq.kernels.device.launch import start_kernel
 from sglang_kvq.kernels.device.plane_codes import is_planes, row_dims
 from sglang_kvq.kernels.device.shape import shape_of
 from sglang_kvq.kernels.device.softmax import LOG2E, attend, load_sink, no_keys, with_sink
@@ -218,7 +219,8 @@ def extend(
     k, v = new
     q_heads, d = q.shape[1:]
     shape = shape_of(k.shape[1], d, q_heads)
-    _extend[(shape.KV_HEADS * (d // shape.DIMS), len(items))](
+    start_kernel(
+        _extend, (shape.KV_HEADS * (d // shape.DIMS), len(items)),
         out, partial, lse, view(q), view(k), view(v), items, rows, scale * LOG2E, stored,
         lse if sinks is None else sinks,
         RECORD=record,

@@ -14,6 +14,7 @@ import triton.language as tl
 
 from sglang_kvq.kernels.device.arguments import View, field_count, load_fields, view
 from sglang_kvq.kernels.device.common import INTERPRETED, dot, to_bf16
+from sglang_kvq.kernels.device.launch import start_kernel
 from sglang_kvq.kernels.device.shape import shape_of
 from sglang_kvq.kernels.device.softmax import LOG2E, NEVER, Softmax, load_sink, no_keys, with_sink
 
@@ -88,7 +89,8 @@ def flash_attention(
     q_heads, d = q.shape[1:]
     acc, sums = state or (q, q)
     wide = d <= 128
-    _flash[(q_heads, plan.shape[0])](
+    start_kernel(
+        _flash, (q_heads, plan.shape[0]),
         out, acc, sums, view(q), tuple(map(view, new)), tuple(map(view, stored)), plan, scale * LOG2E,
         out if sinks is None else sinks,
         SHAPE=shape_of(new[0].shape[1], d, q_heads),

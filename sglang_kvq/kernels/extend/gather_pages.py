@@ -13,6 +13,7 @@ from sglang_kvq.kernels.decode.decode_attention import is_two_bit
 from sglang_kvq.kernels.device.arguments import Stored, field_count, load_fields
 from sglang_kvq.kernels.device.codes import PlaneRecord, Record, level_of, page_bytes
 from sglang_kvq.kernels.device.common import PAGE, key_row, page_of, to_bf16
+from sglang_kvq.kernels.device.launch import start_kernel
 from sglang_kvq.kernels.device.plane_codes import is_planes
 from sglang_kvq.kernels.device.shape import shape_of
 from sglang_kvq.kernels.extend.gather_planes import from_planes
@@ -52,7 +53,8 @@ def gather_pages(
     """
     kv_heads, d = k.shape[1:]
     fast = is_two_bit(record, d)
-    _gather[(kv_heads, len(plan))](
+    start_kernel(
+        _gather, (kv_heads, len(plan)),
         k, k if v is None else v, rows, plan, stored,
         RECORD=record,
         SHAPE=shape_of(kv_heads, d),

@@ -16,6 +16,7 @@ from sglang_kvq.kernels.device.arguments import view
 from sglang_kvq.kernels.device.bf16_pairs import high_half, low_half, magnitudes, pair_max
 from sglang_kvq.kernels.device.codes import PlaneRecord, Record, page_bytes
 from sglang_kvq.kernels.device.common import PAGE, has_pairs, key_row
+from sglang_kvq.kernels.device.launch import start_kernel
 from sglang_kvq.kernels.device.plane_codes import is_planes
 from sglang_kvq.kernels.device.rows import (
     clip_threshold,
@@ -56,7 +57,8 @@ def quantize_tokens(
         return
     kv_heads, d = k.shape[1:]
     grid = (first.numel() * kv_heads * PARTS.value,)
-    _quantize_tokens[grid](records, ranks, first, pages, view(k), view(v), **_constants(record, kv_heads, d, k.device))
+    constants = _constants(record, kv_heads, d, k.device)
+    start_kernel(_quantize_tokens, grid, records, ranks, first, pages, view(k), view(v), **constants)
 
 
 def quantize_slots(

@@ -15,6 +15,7 @@ import triton.language as tl
 
 from sglang_kvq.kernels.device.arguments import view
 from sglang_kvq.kernels.device.common import NO_OVERLAP, PAGE, Overlap, dot, to_bf16
+from sglang_kvq.kernels.device.launch import start_kernel
 from sglang_kvq.kernels.device.shape import shape_of
 
 _TOKENS = 64  # rows of a tile, for every batch: a token's codes must not depend on its neighbours
@@ -50,6 +51,7 @@ def rotate(
     overlap: Overlap = NO_OVERLAP,
     mean: torch.Tensor | None = None,
     keep: bool = False,
+    space: tuple[torch.Tensor | None, ...] = (None, None, None),
 ) -> tuple[torch.Tensor, ...]:
     """Rotates up to three tensors in one launch.
 
@@ -62,6 +64,7 @@ def rotate(
             launch starts with this one.
         mean: subtracted from rotated keys, float32 ``[kv_heads or 1, D]``, contiguous; None for nothing.
         keep: rotated keys and values are also returned, and pages without a BF16 copy are skipped.
+        space: where rotated tensors go, if of their shape and contiguous; None for new ones.
 
     Returns:
         the rotated tensors, contiguous; an unrotated one is returned unchanged.
@@ -72,7 +75,7 @@ def rotate(
     r_q, r_k, r_v = rotations
     if mean is not None and r_k is None:
         raise ValueError("a mean is taken off keys that are rotated")
-    out = [y if r is None else torch.empty(y.shape, dtype=y.dtype, device=y.device) for y, r in zip(x, rotations)]
+    out = [y if r is None else _result(y, given) for y, r, given in zip(x, rotations, space)]
     # Heads are numbered q, k, v, and the launch covers those with work. If a model rotates keys but not values, values
     # are skipped, or only copied to the BF16 pages.
     busy = [r_q is not None, r_k is not None or store is not None, r_v is not None or store is not None]
@@ -83,7 +86,8 @@ def rotate(
     # With few tokens latency dominates, and more programs load less each. A column's bits do not depend on the block.
     block = 32 if d == 96 or tokens <= 4 * _TOKENS else 64
     grid = (min(triton.cdiv(tokens, _TOKENS), 16), (last - first) * (d // block))
-    _rotate[grid](
+    start_kernel(
+        _rotate, grid,
         tuple(map(view, x)), tuple(out), tuple(q if r is None else r for r in rotations), store or Store(q, 1, q, q, q),
         q if mean is None else mean, tokens, first,
         SHAPE=shape_of(kv_heads, d, q_heads),
@@ -100,6 +104,12 @@ def rotate(
         launch_pdl=overlap.early,
     )  # fmt: skip
     return tuple(out)
+
+
+def _result(x: torch.Tensor, given: torch.Tensor | None) -> torch.Tensor:
+    if given is not None and given.shape == x.shape:
+        return given
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
 class Head(NamedTuple):

@@ -188,7 +188,9 @@ class KVQuantBackend(AttentionBackend):
             return self._verify(index, q, k, v, layer.scaling, forward_batch, sinks)
         tokens = len(self.batch.loc)
         if tokens == len(q) > 0:
-            return self.ops.rotate_output(index, self._prefill(index, q, k, v, layer.scaling, sinks)).flatten(1)
+            out = self._destination(q, forward_batch)
+            o = self._prefill(index, q, k, v, layer.scaling, sinks, out)
+            return self.ops.rotate_output(index, o).flatten(1)
         o = q.new_zeros(q.shape)  # what SGLang padded attends to nothing
         if tokens > 0:
             o[:tokens] = self._prefill(index, q[:tokens], k[:tokens], v[:tokens], layer.scaling, sinks)
@@ -205,15 +207,29 @@ class KVQuantBackend(AttentionBackend):
         v: torch.Tensor,
         scale: float,
         sinks: torch.Tensor | None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attends with the tokens of ``batch``, and stores them; returns BF16 like q, in the rotated basis."""
+        """Attends with the tokens of ``batch``, and stores them.
+
+        Returns BF16 like q, in the rotated basis: ``out``, if given.
+        """
         batch = self.batch
         q, k, v = self.ops.rotate_and_keep(index, batch.loc, q, k, v)
-        o = self.ops.extend(index, q, k, v, batch, scale, sinks)
+        o = self.ops.extend(index, q, k, v, batch, scale, sinks, out)
         for part in self.scored:
             self.ops.score_keys(index, q, k, batch, part, scale)
         self.ops.quantize_tokens(index, batch.direct_tokens, self.direct_pages, k, v)
         return o
+
+    def _destination(self, q: torch.Tensor, fb: ForwardBatch) -> torch.Tensor | None:
+        """Returns the buffer of a prefill's CUDA graph that waits for this layer's result; None if there is none.
+
+        SGLang copies a result that lies elsewhere.
+        """
+        out: torch.Tensor | None = getattr(fb, "_attn_output", None)
+        if out is None or self.ops.rotations.outputs is not None:
+            return None
+        return out.view(q.shape)
 
     def _decode(
         self,

@@ -22,9 +22,9 @@ LAYER = SimpleNamespace(head_dim=D, layer_id=0, scaling=D**-0.5, k_scale=None, v
 class StrictOps(ReferenceOps):
     """Refuses rows that belong to no request: kernels would read their plans out of bounds."""
 
-    def extend(self, layer, q, k, v, batch, scale, sinks=None):
+    def extend(self, layer, q, k, v, batch, scale, sinks=None, out=None):
         assert len(q) == len(k) == len(v) == len(batch.loc) == sum(batch.new_lens)
-        return super().extend(layer, q, k, v, batch, scale, sinks)
+        return super().extend(layer, q, k, v, batch, scale, sinks, out)
 
 
 def mode(name: str) -> SimpleNamespace:
@@ -52,7 +52,9 @@ class Worker:
         draw = torch.Generator().manual_seed(seed)
         return [torch.randn(tokens, n * D, generator=draw).bfloat16() for n in (Q_HEADS, KV_HEADS, KV_HEADS)]
 
-    def extend(self, new: dict[int, int], pad_to: int, seed: int) -> torch.Tensor:
+    def extend(
+        self, new: dict[int, int], pad_to: int, seed: int, destination: torch.Tensor | None = None
+    ) -> torch.Tensor:
         prefix = [self.stored[row] for row in new]
         tokens = sum(new.values())
         loc = torch.cat([self.pool.req_to_token[row, p : p + n] for (row, n), p in zip(new.items(), prefix)])
@@ -65,6 +67,7 @@ class Worker:
             extend_prefix_lens_cpu=prefix,
             extend_seq_lens_cpu=list(new.values()),
             out_cache_loc=torch.cat([loc, loc.new_zeros(pad_to - tokens)]),
+            _attn_output=destination,
         )
         for row, n in new.items():
             self.stored[row] += n
@@ -105,6 +108,21 @@ def test_padded_batches_answer_like_those_that_are_not(align):
     for worker in (plain, padded):
         check_integrity(worker.tiers)
         assert not (worker.pool.bf16_pages[:, 1:] == 99.0).any()
+
+
+@pytest.mark.parametrize("rotated", [False, True])
+def test_a_prefill_writes_into_the_buffer_of_its_graph(rotated):
+    """SGLang copies a result that lies elsewhere, as one that is rotated back does."""
+    plain, graph = Worker(), Worker()
+    if rotated:
+        turn = torch.linalg.qr(torch.randn(1, 1, D, D))[0]
+        for worker in (plain, graph):
+            worker.backend.ops.rotations = LayerRotations(v=turn)
+    want = plain.extend({1: 300, 2: 201}, 501, 0)
+    buffer = torch.full((501, Q_HEADS * D), 7.0, dtype=torch.bfloat16)
+    got = graph.extend({1: 300, 2: 201}, 501, 0, buffer)
+    assert torch.equal(got, want) and (got.data_ptr() == buffer.data_ptr()) == (not rotated)
+    assert rotated or torch.equal(buffer, want)
 
 
 def test_a_batch_of_padding_alone_changes_nothing():

@@ -1,0 +1,63 @@
+"""Launches that find their compiled kernel without Triton's search.
+
+Triton binds, classifies and hashes all arguments of every launch. That takes the host longer than the launch itself. A
+prefill's layers wait for it, and so do decode steps without CUDA graphs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from triton.runtime.driver import driver
+
+from sglang_kvq.kernels.device.common import INTERPRETED
+
+#: True if every launch is Triton's own.
+searches = INTERPRETED
+#: Alignment in bytes that Triton compiles for.
+_ALIGNMENT = 16
+#: Integers that Triton passes as int32.
+_INT32 = range(-(2**31), 2**31)
+#: By kernel: whether it is specialised to each argument, and its compiled kernels with their constants, by kinds.
+_known: dict[Any, tuple[tuple[bool, ...], dict[Any, tuple[Any, tuple[Any, ...]]]]] = {}
+
+
+def start_kernel(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
+    """Does what ``kernel[grid](*arguments, **constants)`` does.
+
+    The first launch with arguments of some kinds is Triton's own. Later ones take the kernel that it compiled.
+
+    Args:
+        grid: one to three numbers of programs.
+        arguments: all parameters of the kernel that are not constants.
+        constants: all others, and Triton's options.
+    """
+    if searches:
+        kernel[grid](*arguments, **constants)
+        return
+    known = _known.get(kernel.fn)
+    if known is None:
+        flags = tuple(not parameter.do_not_specialize for parameter in kernel.params)
+        known = _known[kernel.fn] = flags, {}
+    specialised, compiled = known
+    kinds = (driver.active.get_current_device(), *map(_kind, arguments, specialised), *constants.items())
+    found = compiled.get(kinds)
+    if found is None:
+        names = kernel.arg_names[len(arguments) :]
+        compiled[kinds] = kernel[grid](*arguments, **constants), tuple(constants[name] for name in names)
+        return
+    function, values = found
+    function[(*grid, 1, 1)[:3]](*arguments, *values)
+
+
+def _kind(x: Any, specialised: bool = True) -> Any:
+    """Returns what Triton may compile for: never coarser than its own specialisation, finer for integers."""
+    kind = type(x)
+    if kind is torch.Tensor:
+        return (x.dtype,) if x.data_ptr() % _ALIGNMENT else x.dtype
+    if kind is int:
+        return kind if not specialised and x in _INT32 else x
+    if isinstance(x, tuple):
+        return kind, *[_kind(y) for y in x]
+    return kind if kind is float or kind is bool else x

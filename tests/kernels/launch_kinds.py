@@ -1,0 +1,137 @@
+"""Compares ``start_kernel`` with Triton's own launches, for drawn arguments; test_launch.py runs it.
+
+Nothing is compiled or launched: a driver without a GPU notes which compiled kernel would run, and with what. Triton
+finds the kernel as on a GPU.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from triton.backends.compiler import GPUTarget
+from triton.compiler import CompiledKernel
+from triton.runtime.driver import driver
+from triton.runtime.jit import JITFunction
+
+from sglang_kvq.kernels.device import launch
+from sglang_kvq.kernels.device.launch import start_kernel
+from sglang_kvq.kernels.device.shape import shape_of
+
+noted: list[tuple[Any, ...]] = []
+#: The GPU in use, and the number of launches that took a kernel found earlier.
+STATE = SimpleNamespace(device=0, repeats=0)
+
+
+class Pair(NamedTuple):
+    data: torch.Tensor
+    stride: int
+
+
+class Nothing(CompiledKernel):
+    """A compiled kernel that notes its launches."""
+
+    def __init__(self) -> None:
+        self.module, self.function, self.packed_metadata = object(), object(), ()
+        self.src, self.name, self._run = None, "kernel", self._note
+
+    def __del__(self) -> None:
+        """Unloads nothing."""
+
+    def _note(self, x: int, y: int, z: int, stream: int, *rest: Any) -> None:
+        function, _, _, _, _, *arguments = rest
+        noted.append((self, function, (x, y, z), tuple(arguments)))
+
+
+def compile_nothing(self: JITFunction, key: str, signature: Any, device: int, *rest: Any) -> Nothing:
+    """In place of ``JITFunction._do_compile``."""
+    return self.device_caches[device][0].setdefault(key, Nothing())
+
+
+class Driver:
+    """A driver of two GPUs, for code that only asks which one is in use."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return STATE.device
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+@triton.jit(do_not_specialize=["count"])
+def _first(x, pair, pairs, count, number, scale, flag, KIND: tl.constexpr, SIZE: tl.constexpr):
+    pass
+
+
+@triton.jit(do_not_specialize=["count"])
+def _second(x, pair, pairs, count, number, scale, flag, KIND: tl.constexpr, SIZE: tl.constexpr):
+    pass
+
+
+STORAGE = torch.zeros(256, dtype=torch.uint8)
+assert STORAGE.data_ptr() % 16 == 0
+KINDS = (shape_of(1, 64), shape_of(2, 64))
+
+integers = st.sampled_from([0, 1, 2, 7, 16, 17, 32, -1, -16, 2**31 - 1, 2**31, 2**31 + 16, -(2**31) - 1])
+tensors = st.builds(
+    lambda dtype, offset: STORAGE[offset : offset + 32].view(dtype),
+    st.sampled_from([torch.bfloat16, torch.float16, torch.float32, torch.int32, torch.int64]),
+    st.sampled_from([0, 16, 32, 8, 40]),
+)
+pairs = st.builds(Pair, tensors, integers)
+arguments = (
+    tensors | st.none(), pairs, st.tuples(pairs, tensors), integers, integers,
+    st.sampled_from([0.5, 1.0, 2.0]), st.booleans() | st.just(1),
+)  # fmt: skip
+options = {"KIND": st.sampled_from(KINDS), "SIZE": st.sampled_from([1, 16, 17]), "num_warps": st.sampled_from([4, 8])}
+
+
+grids = st.sampled_from([(3,), (3, 5), (3, 5, 7)])
+
+
+@st.composite
+def launches(draw: Any) -> list[tuple[Any, ...]]:
+    """Draws three launches: of the second one argument or option is another, the third is like the first."""
+    drawn = [draw(strategy) for strategy in arguments]
+    chosen = {name: draw(strategy) for name, strategy in options.items()}
+    other, changed = list(drawn), dict(chosen)
+    which = draw(st.integers(0, len(arguments)) | st.sampled_from(list(options)))
+    if which == len(arguments):
+        del changed["num_warps"]
+    elif isinstance(which, str):
+        changed[which] = draw(options[which])
+    else:
+        other[which] = draw(arguments[which])
+    first = (draw(st.sampled_from([_first, _second])), 0, drawn, chosen)
+    return [first, (draw(st.sampled_from([_first, _second])), draw(st.integers(0, 1)), other, changed), first]
+
+
+@settings(max_examples=1500, deadline=None, database=None, derandomize=True)
+@given(launches(), grids)
+def compare(several: list[tuple[Any, ...]], grid: tuple[int, ...]) -> None:
+    for kernel, STATE.device, drawn, chosen in several:
+        before = sum(len(compiled) for _, compiled in launch._known.values())
+        noted.clear()
+        start_kernel(kernel, grid, *drawn, **chosen)
+        STATE.repeats += sum(len(compiled) for _, compiled in launch._known.values()) == before
+        kernel[grid](*drawn, **chosen)
+        assert len(noted) == 2 and all(a is b or a == b for a, b in zip(*noted)), noted
+
+
+def main() -> None:
+    driver.set_active(Driver())
+    JITFunction._do_compile = compile_nothing
+    compare()
+    found = sum(len(cache[0]) for kernel in (_first, _second) for cache in kernel.device_caches.values())
+    print(f"{STATE.repeats} repeats, {found} compiled kernels")
+
+
+main()
