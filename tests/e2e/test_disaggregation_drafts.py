@@ -33,7 +33,7 @@ class Drafting:
     expected: dict[int, tuple[list[int], dict]]
 
     def answer(self, length: int, tokens: int) -> tuple[list[int], dict]:
-        room, ids = random.getrandbits(30), repetitive(length, length)
+        room, ids = random.getrandbits(30), prompt(self.way, length)
         both = (self.pair.prefill, self.pair.decode)
         _, reply = together([lambda s=s: self.pair.post(s, ids, tokens, room, top_logprobs_num=2) for s in both])
         assert reply.status_code == 200, reply.text
@@ -57,9 +57,14 @@ def write_eagle(model: Path, folder: Path) -> Path:
     tensors["fc.weight"] = torch.cat([torch.zeros(hidden, hidden), torch.eye(hidden)], 1)
     tensors["fc.bias"] = torch.zeros(hidden)
     save_file({name: x.bfloat16() for name, x in tensors.items()}, folder / "model.safetensors", {"format": "pt"})
-    config |= {"architectures": ["LlamaForCausalLMEagle"], "num_hidden_layers": 1}
+    config |= {"architectures": ["LlamaForCausalLMEagle"], "num_hidden_layers": 1, "tie_word_embeddings": False}
     (folder / "config.json").write_text(json.dumps(config))
     return folder
+
+
+def prompt(way: str, length: int) -> list[int]:
+    """What the model goes on with so that drafts are accepted: this token is its answer to itself."""
+    return [28] * length if way == "EAGLE" else repetitive(length, length)
 
 
 def flags_of(way: str, model: Path, folder: Path) -> tuple[str, ...]:
@@ -82,7 +87,8 @@ def drafting(request, servers, plugins, tmp_path_factory) -> Drafting:
     client = Client(servers(*QUANT, "--max-total-tokens", "4096", *drafts, env=env, model=model))
     expected = {}
     for length, tokens in LENGTHS.items():
-        reply = client.generate(repetitive(length, length), tokens, return_logprob=True, top_logprobs_num=2)
+        client.flush()  # n-grams of what was said before are forgotten, too
+        reply = client.generate(prompt(way, length), tokens, return_logprob=True, top_logprobs_num=2)
         expected[length] = reply["output_ids"], reply["meta_info"]
 
     role = (*QUANT, *ROOM, "--disaggregation-transfer-backend", "mooncake_tcp", "--disaggregation-mode")
@@ -95,12 +101,14 @@ def drafting(request, servers, plugins, tmp_path_factory) -> Drafting:
 def test_answers_and_rounds_are_those_of_one_server(drafting):
     """As many rounds: the first guess and the draft model's pages have arrived."""
     for length, tokens in LENGTHS.items():
+        for server in (drafting.pair.prefill, drafting.pair.decode):
+            server.drain()
         found, meta = drafting.answer(length, tokens)
         want, known = drafting.expected[length]
         print(drafting.way, length, found == want, meta["spec_verify_ct"], known["spec_verify_ct"])
         assert assert_same_but_for_ties(found, want, known) == tokens
         assert known["spec_verify_ct"] < tokens - 4, "hardly a draft was accepted"
-        assert meta["spec_verify_ct"] == known["spec_verify_ct"]
+        assert meta["spec_correct_drafts_histogram"] == known["spec_correct_drafts_histogram"]
     assert_sound(drafting.pair.prefill, drafting.pair.decode)
 
 
@@ -113,6 +121,8 @@ def test_retracted_requests_go_on_with_their_drafts(drafting):
     for length, (found, meta) in zip(lengths, answers):
         want, known = drafting.expected[length]
         print(drafting.way, length, retracted, meta["spec_verify_ct"], known["spec_verify_ct"])
+        # A draft model that lost its pages would be right less often.
+        assert drafting.way == "NGRAM" or meta["spec_verify_ct"] <= 60 / 4 + 2 * retracted
         assert assert_same_but_for_ties(found[: len(want)], want, known) == len(want)
     assert_sound(drafting.pair.prefill, drafting.pair.decode)
 
