@@ -137,6 +137,20 @@ def test_eagle_begins_as_sglang_begins_it(spec):
     assert drafts.around_first_round(stock, algorithm, prebuilt(True), None, None) == "SGLang's"
 
 
+@pytest.mark.parametrize("name", ["STANDALONE", "NGRAM"])
+def test_sglang_itself_begins_with_nothing(spec, name):
+    """Once it does more, what the plugin does instead is to be looked at."""
+    from sglang.srt.managers.overlap_utils import RelayPayload
+
+    algorithm = spec(name)
+    stock = type(algorithm).build_disagg_draft_input
+    stock = getattr(stock, "__wrapped__", stock)
+    assert stock(algorithm, prebuilt(True), torch.tensor([7, 8]), None) is None
+    if name == "NGRAM":
+        with pytest.raises(AttributeError):
+            future_map(algorithm).stash(torch.tensor(ROWS), RelayPayload(bonus_tokens=torch.tensor([7, 8])))
+
+
 # -- n-grams ----------------------------------------------------------------------------------------
 
 
