@@ -2,7 +2,7 @@
 
 A draft model's cache is SGLang's own and plain. SGLang sends its pages behind ours, from page to page. For EAGLE it
 also sends what the first round needs, with the first token. For two other algorithms it has the fields, but neither
-fills nor reads them, so that its decode server ends at the first request:
+fills nor reads them, so that the first round has nothing to begin with:
 
 - *STANDALONE* needs the draft model's first guess, which the prefill server has made.
 - *NGRAM* needs to know that no accepted token is still to come.
