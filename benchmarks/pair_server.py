@@ -21,11 +21,12 @@ ROOT = Path(__file__).resolve().parent.parent
 MODE = ("--disaggregation-transfer-backend", "mooncake_tcp", "--disaggregation-mode")
 
 
-def on_a_cpu(folder: Path, path: str) -> str:
+def on_a_cpu(folder: Path, path: str, drafts: bool = False) -> str:
     """Returns a PYTHONPATH with which servers transfer pages on a CPU: SGLang's shortcut for page ids needs CUDA.
 
     Args:
         path: what else it has.
+        drafts: they verify drafts, with stand-ins for kernels of machines with AMX.
     """
     name, place = "transfers_on_cpu", folder / "plugins"
     info = place / f"{name}-0.0.dist-info"
@@ -33,7 +34,8 @@ def on_a_cpu(folder: Path, path: str) -> str:
     shutil.copy(ROOT / "tests" / "e2e" / f"{name}.py", place)
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name.replace('_', '-')}\nVersion: 0.0\n")
     (info / "entry_points.txt").write_text(f"[sglang.srt.plugins]\n{name} = {name}:install\n")
-    return os.pathsep.join(filter(None, (str(place), path)))
+    standins = str(ROOT / "tests" / "e2e" / "speculation") if drafts else ""
+    return os.pathsep.join(filter(None, (standins, str(place), path)))
 
 
 def hang_up(response: Any) -> None:

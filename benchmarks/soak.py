@@ -262,22 +262,27 @@ class Soak:
         if self.args.hicache:
             storage = ["--hicache-storage-backend", "file"] if self.args.hicache == "file" else []
             return ["--enable-hierarchical-cache", "--hicache-ratio", "2", "--enable-cache-report", *storage]
-        if self.streaming:
-            return ["--enable-streaming-session"]
+        return ["--enable-streaming-session"] if self.streaming else self.drafts()
+
+    def drafts(self) -> list[str]:
+        """Flags of the server that drafts, if one does."""
+        if self.args.speculation == "none":
+            return []
         return [
             *("--speculative-algorithm", "NGRAM", "--speculative-ngram-max-bfs-breadth", "1"),
             *("--speculative-num-draft-tokens", "5"),
         ]
 
     def make_pair(self, gpus: tuple[int, int]) -> PairServer:
-        """The decode server retracts."""
+        """The decode server retracts, and drafts; n-grams need nothing of the other."""
         port, env = free_port(), {}
         if self.cpu:
             known = plugin_path(self.folder).get("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
-            env["PYTHONPATH"] = on_a_cpu(self.folder, known)
+            env["PYTHONPATH"] = on_a_cpu(self.folder, known, drafts=bool(self.drafts()))
         prefill = [*MODE, "prefill", "--disaggregation-bootstrap-port", str(port)]
         one = self.make("prefill", gpus[0], env, prefill)
-        return PairServer(one, self.make("decode", gpus[1], {**RETRACT, **env}, [*MODE, "decode"]), port)
+        decode = [*MODE, "decode", *self.drafts()]
+        return PairServer(one, self.make("decode", gpus[1], {**RETRACT, **env}, decode), port)
 
     def make(self, name: str, gpu: int, env: dict[str, str], own: Sequence[str]) -> TinyServer:
         model = self.model.write(self.folder)

@@ -16,6 +16,7 @@ from typing import Any
 from launch.server import Server
 from sglang_kvq import __version__
 from sglang_kvq.server_process import OPENER
+from sglang_kvq.sglang.observe import QUIET
 
 ROOT = Path(__file__).resolve().parent.parent
 #: Flags of every server on a GPU. Each takes a small share of the memory, so that others fit beside it.
@@ -159,7 +160,9 @@ def empty(server: Any) -> None:
     ids = [[5, 6, 7 + n] for n in range(8)]  # of several, each data-parallel worker gets one
     server.json("/generate", body(ids, 2), timeout=60)
     server.drain()
-    time.sleep(1.0)  # the idle checks of SGLang and of the plugin; with STRICT they end the server
+    # The idle checks of SGLang and of the plugin. With STRICT they end the server. The plugin's also applies what was
+    # given back after the last batch, and comes after a while.
+    time.sleep(QUIET + 1.0)
     server.check_alive()
 
 

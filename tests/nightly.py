@@ -26,7 +26,7 @@ NIGHTLY = {
     r"e2e/test_windows\.py": "tests/sglang/attention/test_window_backend.py, tests/sglang/prefix/test_window_tree.py "
     "and tests/sglang/memory/test_window_sizes.py",
     r"e2e/test_speculation": "tests/sglang/attention/test_verify.py and tests/sglang/attention/test_drafts.py",
-    r"e2e/test_disaggregation\.py": "tests/sglang/disaggregation",
+    r"e2e/test_disaggregation": "tests/sglang/disaggregation",
     r"e2e/modes/test_lora": "tests/sglang/attention/test_folded_weights.py",
     r"e2e/modes/test_mixed_chunk": "tests/sglang/attention/test_mixed_batches.py",
     r"e2e/modes/test_priorities": "tests/e2e/test_serving.py: retraction",

@@ -31,7 +31,7 @@ READ_LATE = (
 #: Variables that SGLang's scheduler reads when it is imported, as constants that a forked server sets again.
 CONSTANTS = ("SGLANG_TEST_RETRACT", "SGLANG_TEST_RETRACT_INTERVAL")
 #: SGLang's modules of the models that servers in tests load.
-MODEL_MODULES = ("llama", "qwen3_next")
+MODEL_MODULES = ("llama", "llama_eagle", "qwen3_next")
 
 
 @cache

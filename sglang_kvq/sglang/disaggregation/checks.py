@@ -8,6 +8,8 @@ from typing import Any
 
 from sglang_kvq.config import KVQuantConfig
 from sglang_kvq.sglang import compat
+from sglang_kvq.sglang.attention.drafts import BRANCHING, draft_model, keeps_states
+from sglang_kvq.sglang.disaggregation.drafts import WITH_PREFIX_CACHE
 from sglang_kvq.sglang.hooks import TRANSFERS
 from sglang_kvq.sglang.types import ModelConfig, ServerArgs
 
@@ -22,7 +24,6 @@ _OFF = (None, False, "")
 #: Field of ServerArgs, why it is refused, and its harmless values.
 REFUSED: tuple[tuple[str, str, tuple[object, ...]], ...] = (
     ("disaggregation_transfer_backend", f"{' and '.join(BACKENDS)} carry quantized pages", (None, *BACKENDS)),
-    ("speculative_algorithm", f"drafts are {_UNTRIED}", (None,)),
     ("enable_hierarchical_cache", f"the pair is {_UNTRIED}", _OFF),
     ("enable_dp_attention", _UNTRIED, _OFF),
     ("enable_mixed_chunk", _UNTRIED, _OFF),
@@ -61,6 +62,16 @@ def refused_flags(values: Mapping[str, Any]) -> list[str]:
             f"SGLang {TRANSFERS.removeprefix('>=')} or newer."
         ]
     found = _found(mode, values)
+    algorithm = values.get("speculative_algorithm")
+    if (
+        mode == "decode"
+        and values.get("disaggregation_decode_enable_radix_cache")
+        and algorithm not in (None, *WITH_PREFIX_CACHE)
+    ):
+        found.append(
+            f"--disaggregation-decode-enable-radix-cache and --speculative-algorithm {algorithm}: SGLang serves the "
+            f"pair with {', '.join(WITH_PREFIX_CACHE)} only; leave out one of the two."
+        )
     for name, why in REFUSED_ENVIRONMENT:
         if os.environ.get(name, "").lower() not in ("", "0", "false", "no", "off"):
             found.append(f"{name}={os.environ[name]} and --disaggregation-mode {mode}: {why}; unset it.")
@@ -81,9 +92,13 @@ def refused_settings(server_args: ServerArgs, config: KVQuantConfig, model: Mode
             f"--kv-quant-recent-min {config.recent_min} {with_mode}: windows travel whole; leave --kv-quant-recent-min "
             "out."
         )
-    for what, has in (("sliding windows", model.is_hybrid_swa), ("recurrent states", _has_states(model))):
-        if has:
-            found.append(f"a model with {what} {with_mode}: {_UNTRIED}.")
+    served, algorithm = [("a model", model)], compat.resolved(server_args, "speculative_algorithm")
+    if algorithm not in (None, BRANCHING):
+        served.append(("a draft model", draft_model(server_args, model)))
+    for name, kept in served:
+        for what, has in (("sliding windows", kept.is_hybrid_swa), ("recurrent states", keeps_states(kept))):
+            if has:
+                found.append(f"{name} with {what} {with_mode}: {_UNTRIED}.")
     return found
 
 
@@ -94,9 +109,3 @@ def _found(mode: str, values: Mapping[str, Any]) -> list[str]:
         for field, why, allowed in REFUSED
         if field in values and values[field] not in allowed
     ]
-
-
-def _has_states(model: ModelConfig) -> bool:
-    from sglang.srt.configs.hybrid_arch import mambaish_config
-
-    return mambaish_config(model) is not None

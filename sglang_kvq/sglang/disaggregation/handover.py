@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -32,11 +33,25 @@ _FILLER = 16
 
 @dataclass(frozen=True)
 class SavedRow:
-    """A retracted request in host memory: records by store, its packed window, and how many tokens these are."""
+    """A retracted request in host memory: records by store, its packed window, and how many tokens these are.
+
+    ``drafts`` is what SGLang's pool says of the draft model's tokens; None without one.
+    """
 
     records: list[torch.Tensor]
     window: torch.Tensor
     tokens: int
+    drafts: object = None
+
+
+class DraftPool(Protocol):
+    """SGLang's pool of a draft model: a token lies where it lies in ours."""
+
+    def get_cpu_copy(self, indices: torch.Tensor) -> Any:
+        """Copies tokens to host memory."""
+
+    def load_cpu_copy(self, kv_cache_cpu: Any, indices: torch.Tensor) -> None:
+        """Copies them back, to these places."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +75,7 @@ class Handover:
 
     Attributes:
         layers: the stream that runs the layers, if it is not the scheduler's own.
+        drafts: the draft model's pool, if there is one; SGLang sends its pages.
         refused: what is wrong with prefill servers, by their address.
     """
 
@@ -68,6 +84,7 @@ class Handover:
         self.sink_pages, self.recent_pages = sink_pages, recent_pages
         self.staging = Staging(pool, sink_pages + recent_pages + 1, entries)
         self.layers: torch.cuda.Stream | None = None
+        self.drafts: DraftPool | None = None
         self.refused: dict[str, str] = {}
         self._filler = torch.zeros(pool.pages + 1, _FILLER, dtype=torch.uint8, device=pool.device)
         self._entries: dict[int, tuple[int, int]] = {}  # by row: the entry, and the tokens it was taken for
@@ -181,7 +198,8 @@ class Handover:
         if tokens % P:
             tiers.errors += slots[-1] == 0
         records = [store.records[:, whole].cpu() for store in self.pool.stores]
-        return SavedRow(records, self.pool.read_bf16(slots).cpu(), tokens)
+        drafts = None if self.drafts is None else self.drafts.get_cpu_copy(locations)
+        return SavedRow(records, self.pool.read_bf16(slots).cpu(), tokens, drafts)
 
     def restore(self, saved: SavedRow, locations: torch.Tensor, row: int) -> None:
         """Copies a saved request's records to its new pages; its window follows when it runs."""
@@ -190,6 +208,8 @@ class Handover:
         whole = locations[::P].long()[: saved.tokens // P] // P
         for store, records in zip(self.pool.stores, saved.records):
             store.records[:, whole] = records.to(whole.device)
+        if self.drafts is not None:
+            self.drafts.load_cpu_copy(saved.drafts, locations)
         self._restored[row] = saved
 
     # -- helpers -----------------------------------------------------------------------------------

@@ -11,10 +11,11 @@ from sglang_kvq.sglang.runtime import Runtime
 WIRE_FORMAT = 1
 
 
-def layout_name(state: Runtime, attention_workers: int) -> str:
+def layout_name(state: Runtime, attention_workers: int, draft: str | None = None) -> str:
     """Returns the name of this server's layout, readable in an error that shows two of them.
 
-    It covers codes, widths and clips of every layer, the rotations, the window and the division of heads. What only
+    It covers codes, widths and clips of every layer, the rotations, the window, the division of heads, and a draft
+    model's pages (``drafts.layout_of``), if there are any. What only
     decides which pages have BF16 copies, like ``--kv-quant-bf16-budget``, may differ between servers.
     """
     config, geometry = state.config, state.geometry
@@ -28,6 +29,7 @@ def layout_name(state: Runtime, attention_workers: int) -> str:
     return (
         f"kvq{WIRE_FORMAT}-{config.method}-codes:{_short(codes)}-rotations:{rotations}-heads:{geometry.kv_heads}x"
         f"{geometry.head_dim}-sink:{config.sink_tokens}-recent:{config.recent_tokens}-tp:{attention_workers}"
+        + (f"-draft:{draft}" if draft else "")
     )
 
 

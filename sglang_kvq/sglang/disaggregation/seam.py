@@ -6,13 +6,14 @@ from http import HTTPStatus
 from typing import Any
 
 from sglang_kvq.sglang import runtime
+from sglang_kvq.sglang.disaggregation.drafts import layout_of
 from sglang_kvq.sglang.disaggregation.handover import Handover, current, started
 from sglang_kvq.sglang.disaggregation.layout import layout_name
 from sglang_kvq.sglang.runtime import logger
 from sglang_kvq.sglang.types import Original, Scheduler
 
 #: Completes the error of a decode server that meets a prefill server with another layout.
-_FIX = "Give both servers the same model, --kv-quant flags, rotations and --tp."
+_FIX = "Give both servers the same model, --kv-quant flags, rotations, draft model and --tp."
 
 
 # -- starting ---------------------------------------------------------------------------------------
@@ -41,7 +42,9 @@ def around_slots(original: Original, self: Any, size: int) -> None:
     original(self, size if handover.decode else min(size, handover.staging.entries))
 
 
-def after_state(result: None, kv_args: Any, *args: Any, **kwargs: Any) -> None:
+def after_state(
+    result: None, kv_args: Any, token_to_kv_pool: Any, draft_token_to_kv_pool: Any = None, *args: Any, **kwargs: Any
+) -> None:
     """AFTER ``setup_state_kv_args``: windows travel once per request, under a name that tells layouts apart.
 
     SGLang compares the name of the cache's dtype, also with a server that runs without ``--kv-quant``.
@@ -52,7 +55,11 @@ def after_state(result: None, kv_args: Any, *args: Any, **kwargs: Any) -> None:
 
     # The one kind whose places SGLang asks the pool for: ``KVQuantPool.request_state_transfer_indices``.
     append_state_component(kv_args, StateType.DSV4_REQUEST_STATE, *started().staging.buffers())
-    kv_args.kv_cache_dtype_str = layout_name(runtime.started(), get_parallel().attn_tp_size)
+    handover, draft = started(), None
+    if draft_token_to_kv_pool is not None:
+        draft = layout_of(draft_token_to_kv_pool, kv_args)
+        handover.drafts = draft_token_to_kv_pool
+    kv_args.kv_cache_dtype_str = layout_name(runtime.started(), get_parallel().attn_tp_size, draft)
     logger.info("kv-quant transfers as %s", kv_args.kv_cache_dtype_str)
 
 

@@ -36,7 +36,7 @@ MODEL = SimpleNamespace(is_hybrid_swa=False)
 @pytest.fixture
 def plain(monkeypatch):
     """A model without recurrent states."""
-    monkeypatch.setattr(transfers, "_has_states", lambda model: model is not MODEL)
+    monkeypatch.setattr(transfers, "keeps_states", lambda model: model is not MODEL)
 
 
 def test_older_releases_refuse_with_that_reason(monkeypatch):
@@ -57,7 +57,6 @@ def test_older_releases_refuse_with_that_reason(monkeypatch):
         {"optimistic_prefill_attempts": 1},
         {"enable_dp_attention": True},
         {"enable_streaming_session": True},
-        {"speculative_algorithm": "EAGLE"},
         {"kv_canary": "log"},
     ],
     ids=lambda v: next(iter(v)),
@@ -90,9 +89,20 @@ def test_switches_are_refused_beside_a_transfer(name, monkeypatch):
 @served
 @pytest.mark.parametrize("backend", [None, "mooncake", "mooncake_tcp"])
 @pytest.mark.parametrize("mode", ["prefill", "decode"])
-def test_what_is_served_passes(mode, backend):
-    more = {"disaggregation_decode_enable_radix_cache": True, "tp_size": 2, "enable_lora": True}
+@pytest.mark.parametrize("algorithm", [None, "NGRAM", "EAGLE3"])
+def test_what_is_served_passes(mode, backend, algorithm):
+    more = {"tp_size": 2, "enable_lora": True, "disaggregation_decode_enable_radix_cache": algorithm != "NGRAM"}
+    more["speculative_algorithm"] = algorithm
     checks.check_flags({"disaggregation_mode": mode, "disaggregation_transfer_backend": backend, **more}, "cuda")
+
+
+@served
+@pytest.mark.parametrize("algorithm", ["NGRAM", "STANDALONE"])
+def test_a_prefix_cache_that_sglang_refuses_with_drafts_is_refused(algorithm):
+    values = {"disaggregation_decode_enable_radix_cache": True, "speculative_algorithm": algorithm}
+    checks.check_flags({"disaggregation_mode": "prefill", **values}, "cuda")
+    with pytest.raises(KVQuantError, match=f"--disaggregation-decode-enable-radix-cache .*{algorithm}: SGLang serves"):
+        checks.check_flags({"disaggregation_mode": "decode", **values}, "cuda")
 
 
 @pytest.mark.parametrize(
@@ -117,6 +127,19 @@ def test_configs_and_models_are_refused_beside_a_transfer(config, model, text, p
     assert transfers.refused_settings(None, KVQuantConfig("int4"), MODEL) == []
     monkeypatch.setattr(compat, "resolved", lambda args, field, default=None: "null")
     assert transfers.refused_settings(None, config, model) == []
+
+
+def test_draft_models_that_keep_more_than_a_cache_are_refused(plain, monkeypatch):
+    given = {"disaggregation_mode": "decode", "speculative_algorithm": "EAGLE3"}
+    monkeypatch.setattr(compat, "resolved", lambda args, field, default=None: given.get(field))
+    monkeypatch.setattr(transfers, "draft_model", lambda args, model: SimpleNamespace(is_hybrid_swa=True))
+    found = transfers.refused_settings(None, KVQuantConfig("int4"), MODEL)
+    assert [text.split(" and ")[0] for text in found] == [
+        "a draft model with sliding windows",
+        "a draft model with recurrent states",
+    ]
+    given["speculative_algorithm"] = "NGRAM"
+    assert transfers.refused_settings(None, KVQuantConfig("int4"), MODEL) == []
 
 
 # -- the layout's name ------------------------------------------------------------------------------

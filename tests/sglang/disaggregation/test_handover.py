@@ -41,14 +41,23 @@ class Sent:
 
 
 class Pair:
-    """A prefill server and a decode server; bytes move as SGLang moves them, by pointers and bytes of a page."""
+    """A prefill server and a decode server; bytes move as SGLang moves them, by pointers and bytes of a page.
+
+    ``drafts`` is how many tokens a step of the decode server writes for each request; 1 without drafts.
+    """
 
     def __init__(
-        self, rng: random.Random, overlap: bool, format=TWO_BITS, radix: bool = False, manager=TierManager
+        self,
+        rng: random.Random,
+        overlap: bool,
+        format=TWO_BITS,
+        radix: bool = False,
+        manager=TierManager,
+        drafts: int = 1,
     ) -> None:
         rows, sinks, recent = rng.randint(2, 4), rng.randint(0, 2), rng.randint(1, 3)
         slots, more = rows * (sinks + recent + 1), {"overlap": overlap, "format": format, "manager": manager}
-        self.rng, self.radix = rng, radix
+        self.rng, self.radix, self.drafts = rng, radix, drafts
         self.p = Model(60, slots + rows, rows, sinks, recent, prefill_pages=2, **more)
         self.d = Model(60, slots, rows + 2, sinks, recent, **more)
         self.most_running = rows  # of the decode server's rows; the others wait for their cache
@@ -145,20 +154,30 @@ class Pair:
     def decode(self, steps: int) -> None:
         d = self.d
         for _ in range(steps):
-            while sum(request.pages_wanted(1) for request in self.decoding) > len(d.free):
+            while self.pages_wanted() > len(d.free):
                 d.evict(1)
-                if sum(request.pages_wanted(1) for request in self.decoding) > len(d.free) and self.decoding:
+                if self.pages_wanted() > len(d.free) and self.decoding:
                     self.retract(self.decoding[-1])
             if not self.decoding:
                 return
             for request in self.decoding:
                 request.tokens.append(self.rng.randint(0, 3))
-            assert d.decode(self.decoding)
+            if self.drafts == 1:
+                assert d.decode(self.decoding)
+                continue
+            drafts = [[self.rng.randint(0, 3) for _ in range(self.drafts - 1)] for _ in self.decoding]
+            assert d.verify(self.decoding, drafts, [self.rng.randint(1, self.drafts) for _ in self.decoding])
+
+    def pages_wanted(self) -> int:
+        return sum(request.pages_wanted(self.drafts) for request in self.decoding)
 
     def retract(self, request: Request) -> None:
+        """What a batch in flight accepts is not known yet, and forgotten."""
         d = self.d
         d.land()
         self.decoding.remove(request)
+        request.stored -= request.unknown
+        del request.tokens[request.stored :], request.indices[request.stored :]
         saved = self.hd.save(d.pool.req_to_token[request.row, : request.stored], d.tiers)
         d.leave(request, publish=False)
         self.retracted.append((request, saved))
@@ -235,6 +254,15 @@ def move(source: tuple, target: tuple, pages: list[int], others: list[int]) -> N
 def test_random_schedules(seed, overlap):
     """Every read of the decode server, and every table of both, after every event."""
     pair = Pair(random.Random(700 + seed), overlap)
+    pair.run(120)
+    assert pair.counts["arrived"] > 5 and pair.counts["aborted"], pair.counts
+    pair.finish()
+
+
+@each(seed=range(2), overlap={"in-flight": True, "alone": False}, drafts={"two": 2, "five": 5})
+def test_random_schedules_of_a_decode_server_that_drafts(seed, overlap, drafts):
+    """The first step after an arrival, or a retraction, writes drafts that may begin a page."""
+    pair = Pair(random.Random(900 + seed), overlap, drafts=drafts)
     pair.run(120)
     assert pair.counts["arrived"] > 5 and pair.counts["aborted"], pair.counts
     pair.finish()
