@@ -114,7 +114,7 @@ def launches(draw: Any) -> list[tuple[Any, ...]]:
     return [first, (draw(st.sampled_from([_first, _second])), draw(st.integers(0, 1)), other, changed), first]
 
 
-@settings(max_examples=1500, deadline=None, database=None, derandomize=True)
+@settings(max_examples=800, deadline=None, database=None, derandomize=True)
 @given(launches(), grids)
 def compare(several: list[tuple[Any, ...]], grid: tuple[int, ...]) -> None:
     for kernel, STATE.device, drawn, chosen in several:
