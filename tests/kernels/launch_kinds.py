@@ -126,10 +126,24 @@ def compare(several: list[tuple[Any, ...]], grid: tuple[int, ...]) -> None:
         assert len(noted) == 2 and all(a is b or a == b for a, b in zip(*noted)), noted
 
 
+def check_hooks() -> None:
+    """A kernel's hooks see each of its launches."""
+    seen: list[tuple[Any, ...]] = []
+    call = (_first, (1,), STORAGE, Pair(STORAGE, 1), (Pair(STORAGE, 1), STORAGE), 1, 1, 0.5, False)
+    start_kernel(*call, KIND=KINDS[0], SIZE=1)
+    hook = lambda *args, **kwargs: seen.append(args)  # noqa: E731
+    _first.add_pre_run_hook(hook)
+    for _ in range(2):
+        start_kernel(*call, KIND=KINDS[0], SIZE=1)
+    _first.pre_run_hooks.remove(hook)
+    assert len(seen) == 2, seen
+
+
 def main() -> None:
     driver.set_active(Driver())
     JITFunction._do_compile = compile_nothing
     compare()
+    check_hooks()
     found = sum(len(cache[0]) for kernel in (_first, _second) for cache in kernel.device_caches.values())
     print(f"{STATE.repeats} repeats, {found} compiled kernels")
 

@@ -26,14 +26,15 @@ _known: dict[Any, tuple[tuple[bool, ...], dict[Any, tuple[Any, tuple[Any, ...]]]
 def start_kernel(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
     """Does what ``kernel[grid](*arguments, **constants)`` does.
 
-    The first launch with arguments of some kinds is Triton's own. Later ones take the kernel that it compiled.
+    The first launch with arguments of some kinds is Triton's own, and each of a kernel with hooks. Later ones take the
+    kernel that it compiled.
 
     Args:
         grid: one to three numbers of programs.
         arguments: all parameters of the kernel that are not constants.
         constants: all others, and Triton's options.
     """
-    if searches:
+    if searches or kernel.pre_run_hooks:
         kernel[grid](*arguments, **constants)
         return
     known = _known.get(kernel.fn)

@@ -75,14 +75,21 @@ def modules() -> list[ModuleType]:
 
 
 def kernels() -> dict[str, Any]:
-    """Jitted functions that are launched somewhere in these modules (``kernel[grid](...)``), by ``module.name``."""
+    """Jitted functions that are launched somewhere in these modules, by ``module.name``.
+
+    A launch is ``kernel[grid](...)`` or ``start_kernel(kernel, grid, ...)``.
+    """
     found: dict[str, Any] = {}
     for module in modules():
         for node in ast.walk(ast.parse(inspect.getsource(module))):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript):
-                kernel: Any = getattr(module, ast.unparse(node.func.value), None)
-                if hasattr(kernel, "add_pre_run_hook"):
-                    found[f"{kernel.fn.__module__.rpartition('.')[2]}.{kernel.__name__}"] = kernel
+            if not isinstance(node, ast.Call):
+                continue
+            launched = node.func.value if isinstance(node.func, ast.Subscript) else None
+            if isinstance(node.func, ast.Name) and node.func.id == "start_kernel":
+                launched = node.args[0]
+            kernel: Any = getattr(module, ast.unparse(launched), None) if launched else None
+            if hasattr(kernel, "add_pre_run_hook"):
+                found[f"{kernel.fn.__module__.rpartition('.')[2]}.{kernel.__name__}"] = kernel
     return found
 
 

@@ -26,9 +26,9 @@ class CountingOps(StrictOps):
         super().__init__(*args)
         self.extended, self.decoded, self.planned = [], [], []
 
-    def extend(self, layer, q, k, v, batch, scale, sinks=None):
+    def extend(self, layer, q, k, v, batch, scale, sinks=None, out=None):
         self.extended.append((batch.rows.tolist(), batch.prefix_lens, batch.new_lens))
-        return super().extend(layer, q, k, v, batch, scale, sinks)
+        return super().extend(layer, q, k, v, batch, scale, sinks, out)
 
     def plan_attention(self, rows, seq_lens):
         self.planned.append((rows.tolist(), seq_lens.tolist()))
