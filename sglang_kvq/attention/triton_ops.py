@@ -36,7 +36,7 @@ from sglang_kvq.kernels.quantize.quantize_pages import quantize_slots, quantize_
 from sglang_kvq.kernels.quantize.rotate import Store, rotate, split_rotation
 
 #: Maximum number of new tokens of a batch whose rotated queries, keys and values lie in the same buffers in all layers.
-_SHORT = 1024
+_REUSED_TOKENS = 1024
 
 
 @dataclass
@@ -185,7 +185,7 @@ class TritonOps(AttentionOps):
         """
         rotations, store = self._rotations[layer], self._store(layer, loc)
         q, k, v = rotate((q, k, v), rotations, store, mean=self._means[layer], keep=True, space=self._rotated)
-        if len(q) <= _SHORT:
+        if len(q) <= _REUSED_TOKENS:
             self._rotated = tuple(None if r is None else x for r, x in zip(rotations, (q, k, v)))
         return q, k, v
 

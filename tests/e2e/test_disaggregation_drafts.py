@@ -63,7 +63,7 @@ def write_eagle(model: Path, folder: Path) -> Path:
 
 
 def prompt(way: str, length: int) -> list[int]:
-    """What the model goes on with so that drafts are accepted: this token is its answer to itself."""
+    """A token that the model answers with itself, so that drafts are accepted."""
     return [28] * length if way == "EAGLE" else repetitive(length, length)
 
 
@@ -99,7 +99,7 @@ def drafting(request, servers, plugins, tmp_path_factory) -> Drafting:
 
 
 def test_answers_and_rounds_are_those_of_one_server(drafting):
-    """As many rounds: the first guess and the draft model's pages have arrived."""
+    """The pair needs as many rounds: the first guess and the draft model's pages have arrived."""
     for length, tokens in LENGTHS.items():
         for server in (drafting.pair.prefill, drafting.pair.decode):
             server.drain()

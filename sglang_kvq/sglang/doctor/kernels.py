@@ -82,15 +82,19 @@ def kernels() -> dict[str, Any]:
     found: dict[str, Any] = {}
     for module in modules():
         for node in ast.walk(ast.parse(inspect.getsource(module))):
-            if not isinstance(node, ast.Call):
-                continue
-            launched = node.func.value if isinstance(node.func, ast.Subscript) else None
-            if isinstance(node.func, ast.Name) and node.func.id == "start_kernel":
-                launched = node.args[0]
-            kernel: Any = getattr(module, ast.unparse(launched), None) if launched else None
+            kernel: Any = getattr(module, _launched(node), None)
             if hasattr(kernel, "add_pre_run_hook"):
                 found[f"{kernel.fn.__module__.rpartition('.')[2]}.{kernel.__name__}"] = kernel
     return found
+
+
+def _launched(node: ast.AST) -> str:
+    """Returns the expression of the kernel that a node may launch; "" for none."""
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript):
+        return ast.unparse(node.func.value)
+    if isinstance(node, ast.Call) and ast.unparse(node.func) == "start_kernel":
+        return ast.unparse(node.args[0])
+    return ""
 
 
 def routines() -> list[str]:

@@ -92,7 +92,7 @@ def computed(room: int) -> SimpleNamespace:
 
 
 def sent(algorithm, guess) -> list[SimpleNamespace]:
-    """What a decode server has of two requests, through SGLang's own buffers."""
+    """Returns a decode server's view of two requests, through SGLang's own buffers."""
     from sglang.srt.disaggregation.utils import MetadataBuffers
 
     buffers = MetadataBuffers(2, 16, torch.float32, 8)
@@ -212,7 +212,7 @@ def worker(monkeypatch, spec):
 
 
 def test_entries_of_both_servers_are_paired_one_to_one(worker):
-    """As SGLang halves them: our records, one to make them even, then a draft's keys and values."""
+    """SGLang halves them: our records, one to make them even, then a draft's keys and values."""
     from sglang.srt.disaggregation.common.conn import CommonKVManager
 
     entries = []

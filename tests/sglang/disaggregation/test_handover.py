@@ -172,7 +172,7 @@ class Pair:
         return sum(request.pages_wanted(self.drafts) for request in self.decoding)
 
     def retract(self, request: Request) -> None:
-        """What a batch in flight accepts is not known yet, and forgotten."""
+        """Forgets tokens that a batch in flight accepts: they are not known yet."""
         d = self.d
         d.land()
         self.decoding.remove(request)
