@@ -21,7 +21,7 @@ import torch
 
 from benchmarks import baseline, record
 from benchmarks.kernel_bench import fp8
-from benchmarks.kernel_bench.decode import decode_rows, quantize_rows, step_rows, sweep
+from benchmarks.kernel_bench.decode import decode_rows, quantize_rows, shared_rows, step_rows, sweep
 from benchmarks.kernel_bench.extend import extend_rows, short_rows, sweep_extend
 from benchmarks.kernel_bench.folds import fold_rows
 from benchmarks.kernel_bench.heads import heads_rows, sweep_heads
@@ -46,6 +46,7 @@ def main() -> None:
     parser.add_argument("--out", help="JSON file to write")
     parser.add_argument("--repeats", type=int, default=21)
     parser.add_argument("--sweep", action="store_true", help="only compare ways to launch the decode kernel")
+    parser.add_argument("--shared", action="store_true", help="only decoding over a shared memory, and without")
     parser.add_argument("--decode", action="store_true", help="no prefill chunks")
     parser.add_argument("--extend", action="store_true", help="only prefill chunks")
     parser.add_argument(
@@ -107,7 +108,7 @@ def main() -> None:
         sweep_scores(timer)
         return
     extends = []
-    if not (args.decode or args.planes or args.scores or args.folds or args.heads):
+    if not (args.decode or args.planes or args.scores or args.folds or args.heads or args.shared):
         prefill, used = ragged.load(Q_HEADS, KV_HEADS, D, torch.device("cuda"), ragged.workspace_tokens(KV_HEADS, D))
         print(f"long prefill chunks: {used}", flush=True)
         # Short ones first: the others send every chunk to FlashInfer from then on.
@@ -125,12 +126,18 @@ def main() -> None:
     planes = [of_planes[name] for name in chosen_planes]
     folds, heads = [fold_rows(timer, bandwidth)], [heads_rows(timer, bandwidth, others)]
     parts = [decode_rows(timer, bandwidth, others), quantize_rows(timer, bandwidth), step_rows(timer), *planes]
-    scores = [score_rows(timer)]
+    scores, shared = [score_rows(timer)], [shared_rows(timer, bandwidth)]
     print(HEAD)
     print("* of short extends: to the prefix dequantized first")
     print("** the fastest kernel over FP8, and an ideal one at the bandwidth")
     chosen = [*parts, *heads, *folds, *extends, *scores]
-    alone = ((args.scores, scores), (args.folds, folds), (args.heads, heads), (args.planes, planes))
+    alone = (
+        (args.scores, scores),
+        (args.shared, shared),
+        (args.folds, folds),
+        (args.heads, heads),
+        (args.planes, planes),
+    )
     for given, some in (*alone, (args.extend, extends)):
         chosen = some if given else chosen
     for part in chosen:

@@ -15,7 +15,8 @@ the same (``bench_serving/words.py``), so nothing is downloaded.
 
 A workload ends when all its requests are answered, or after its time (``--seconds``): what runs then is aborted and
 counts with the tokens that it has. ``--minutes`` is the time of the whole command. What it leaves is measured by the
-same command again, which keeps the rows that the file has. Row ``bench WORKLOAD, METHOD``:
+same command again, which keeps the rows that the file has. ``--rehearse`` serves the first workload unmeasured, before
+all others, so that no row has the time in which kernels compile. Row ``bench WORKLOAD, METHOD``:
 
 output_tokens_per_s, input_tokens_per_s   of all requests, from the first one's begin to the last one's end
 ttft_pN_ms, tpot_pN_ms     percentiles of the time to the first token, and of the time per later token
@@ -154,6 +155,9 @@ def options() -> tuple[argparse.ArgumentParser, argparse.Namespace, list[str]]:
     parser.add_argument("--layers", type=int, help="only so many of the model's")
     parser.add_argument("--again", action="store_true", help="measure what the file has, too")
     parser.add_argument("--first-tokens", action="store_true", help="first of all, those of short prompts")
+    parser.add_argument(
+        "--rehearse", type=float, metavar="SECONDS", help="of the first workload, unmeasured, so that all is compiled"
+    )
     parser.add_argument("--tiny", action="store_true", help="workloads in small")
     parser.add_argument("--cpu", action="store_true", help="servers on the CPU engine: only shows that this works")
     parser.add_argument("--logs", type=Path, help="folder for logs; default a temporary one")
@@ -235,6 +239,10 @@ def serve(
             servers.warm_up(running, lengths, setup.config["vocab_size"])
             command = shlex.join(map(without_paths, running.command))
             print(f"{label}: ready after {time.monotonic() - begin:.0f} s: {command}")
+            if args.rehearse:
+                stock.run(wanted[0].arguments(), running.url, tokenizer, args.rehearse, folder / "rehearsal")
+                running.drain()
+                print(f"{label}: rehearsed after {time.monotonic() - begin:.0f} s", flush=True)
             if args.first_tokens:
                 record.merge(args.out, "serving", [first_tokens(running, spec, setup)], key="scenario")
             print(HEAD, flush=True)

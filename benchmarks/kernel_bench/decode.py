@@ -21,6 +21,8 @@ from sglang_kvq.kernels.decode.decode_attention import DecodeLaunch
 
 #: Requests and tokens of each.
 DECODE = [(64, 16384), (16, 98304), (8, 32768), (32, 8192), (1, 131072), (256, 4096), (1, 1 << 20)]
+#: Layers of Qwen3-8B.
+SHARED_LAYERS = 36
 #: Ways to launch that --sweep compares: stages, registers, programs per SM.
 LAUNCHES = [
     (2, 128, 16),
@@ -64,6 +66,26 @@ def decode_rows(timer: Timer, bandwidth: float, others: Sequence[str] = ()) -> I
         mean = sum(lengths) // len(lengths)
         more["gb_per_s"] = round(size / ours / 1e3)
         yield row_of(name, len(lengths), mean, ours, theirs, error, fraction, **more)
+
+
+def shared_rows(timer: Timer, bandwidth: float) -> Iterator[dict]:
+    """The shapes of ``DECODE`` over a memory that records and BF16 pages of 36 layers share, and over one of each.
+
+    ``separate_us`` is the same step with a memory of each; ``ratio_separate`` is how much faster the shared one is.
+    """
+    for batch, context in DECODE:
+        times, size, error = [], 0, 0.0
+        for layers in (0, SHARED_LAYERS):
+            shape = DecodeShape([context] * batch, shared_layers=layers)
+            us, error = shape.measure(timer)
+            times.append(us)
+            size = shape.size
+            del shape
+            torch.cuda.empty_cache()
+        separate, ours = times
+        more = {"separate_us": round(separate, 2), "ratio_separate": round(separate / ours, 3)}
+        fraction, more["gb_per_s"] = size / ours / bandwidth, round(size / ours / 1e3)
+        yield row_of("decode (shared memory)", batch, context, ours, None, error, fraction, **more)
 
 
 def sweep(timer: Timer) -> None:

@@ -50,6 +50,8 @@ def show(row: dict) -> None:
     if row.get("fp8_bound_us"):
         best = f"{row['fp8_best']} {row['fp8_best_us']:.1f}" if row["fp8_best"] else "-"
         more = f" {best:>18} {row['fp8_bound_us']:9.1f} {row['ratio_fp8_bound']:6.2f}x"
+    if row.get("separate_us"):
+        more = f" separate memories: {row['separate_us']:.1f} us, {row['ratio_separate']:.3f}x"
     error = f"{row['rel_error']:9.1e}"
     print(f"{row['kernel']:19} {shape:>12} {row['ours_us']:9.1f} {beside} {fraction} {error}{more}", flush=True)
     if row.get("fp8_skipped"):

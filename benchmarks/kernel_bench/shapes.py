@@ -14,6 +14,7 @@ from sglang_kvq.attention.planning.short_extend import ShortExtends, plan_short
 from sglang_kvq.attention.ragged import RaggedPrefill
 from sglang_kvq.attention.triton_ops import TritonOps
 from sglang_kvq.cache.pool import PagePool
+from sglang_kvq.cache.shared.arena import Arena, padded
 from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.formats.page import PageFormat
 from sglang_kvq.formats.record import RecordFormat
@@ -27,8 +28,14 @@ BOUND = 5e-3
 ANY_EXTEND = ShortExtends(costs=None, most_rows_unpacked=1 << 20, least_prefix=0)
 
 
-def make_pool(lengths: list[int], format: RecordFormat = FORMAT, kv_heads: int = KV_HEADS) -> PagePool:
-    """A request per length on shuffled pages, with random records, sinks and windows; rows from 1."""
+def make_pool(
+    lengths: list[int], format: RecordFormat = FORMAT, kv_heads: int = KV_HEADS, shared_layers: int = 0
+) -> PagePool:
+    """A request per length on shuffled pages, with random records, sinks and windows; rows from 1.
+
+    shared_layers: so many layers whose records and BF16 pages share one memory; 0: one layer, each in its own. Only the
+        first layer has records.
+    """
     counts = [-(-length // PAGE_SIZE) for length in lengths]
     ends = [max(SINK, (length - RECENT) // PAGE_SIZE * PAGE_SIZE) for length in lengths]
     table = torch.zeros(len(lengths) + 1, max(counts) * PAGE_SIZE, dtype=torch.int32, device="cuda")
@@ -39,12 +46,20 @@ def make_pool(lengths: list[int], format: RecordFormat = FORMAT, kv_heads: int =
         table[row, : len(tokens)] = tokens
         windows += [mine[: SINK // PAGE_SIZE], mine[end // PAGE_SIZE :]]
     windows = torch.cat(windows).long()
-    pool = PagePool.allocate([format], kv_heads=kv_heads, pages=sum(counts), slots=len(windows), req_to_token=table)
+    count, slots, arena, first_slot = sum(counts), len(windows), None, 1
+    if shared_layers:
+        page_bytes = padded(shared_layers * kv_heads * format.record_bytes)
+        slot_bytes = shared_layers * kv_heads * 2 * PAGE_SIZE * format.head_dim * 2
+        first_slot = Arena(page_bytes, slot_bytes, 0, count).first_slot(count)
+        arena = Arena(page_bytes, slot_bytes, first_slot - 1 + slots, count)
+    sizes = {"pages": count, "slots": first_slot - 1 + slots, "arena": arena}
+    pool = PagePool.allocate([format] * (shared_layers or 1), kv_heads=kv_heads, req_to_token=table, **sizes)
+    pool.places.copy_(torch.arange(count + 1))
+    pool.bf16_pages.normal_()  # before the records, which may share its memory
     some = torch.randn(2, 64, kv_heads, PAGE_SIZE, format.head_dim, device="cuda").bfloat16()
     records = format.quantize_pages(*some)
-    pool.records[0][1:] = records[torch.randint(len(records), (sum(counts),), device="cuda")]
-    pool.bf16_pages.normal_()
-    pool.page_slot[windows] = torch.randperm(pool.slots, device="cuda", dtype=torch.int32) + 1
+    pool.records[0][1:] = records[torch.randint(len(records), (count,), device="cuda")]
+    pool.page_slot[windows] = torch.randperm(slots, device="cuda", dtype=torch.int32) + first_slot
     pool.row_sink_end[1:], pool.row_history_end[1:] = SINK, torch.tensor(ends, device="cuda")
     pool.read_rows()
     return pool
@@ -64,10 +79,15 @@ class DecodeShape:
     """Inputs of one batch, and what is right for its first and last request."""
 
     def __init__(
-        self, lengths: list[int], format: RecordFormat = FORMAT, q_heads: int = Q_HEADS, kv_heads: int = KV_HEADS
+        self,
+        lengths: list[int],
+        format: RecordFormat = FORMAT,
+        q_heads: int = Q_HEADS,
+        kv_heads: int = KV_HEADS,
+        shared_layers: int = 0,
     ) -> None:
         self.lengths, batch, d = lengths, len(lengths), format.head_dim
-        self.pool = make_pool(lengths, format, kv_heads)
+        self.pool = make_pool(lengths, format, kv_heads, shared_layers)
         self.rows = torch.arange(1, batch + 1, device="cuda")
         self.lens = torch.tensor(lengths, device="cuda")
         self.scale = d**-0.5

@@ -254,7 +254,8 @@ def test_the_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyt
     )
     for name, value in (("TOKENS", (64,)), ("AT_ONCE", (1, 2)), ("ROUNDS", 2)):
         monkeypatch.setattr(prefill_graphs, name, value)
-    run_script(f"{asked} --workloads 200,mix --minutes 9 --first-tokens", monkeypatch)
+    run_script(f"{asked} --workloads 200,mix --minutes 9 --first-tokens --rehearse 5", monkeypatch)
+    assert "none: rehearsed after" in capsys.readouterr().out
     firsts, *rows = sorted(record.read_rows(out), key=lambda row: row["scenario"] != "first tokens, none")
     assert 0 < firsts["ttft_64x1_ms"] < 5000 and firsts["unit"] == "ms"
     found = {row["workload"]: row for row in rows}
