@@ -8,8 +8,8 @@ Qwen3-8B's geometry (``--model`` takes another of ``benchmarks/models``) with du
 Servers run one after the other on one GPU and differ in the flags of ``SERVERS`` only. Prompts are random and share no
 prefix.
 
-ttft_TxN        ms to the first token of N prompts of T tokens that arrive at once: the median of the later half of
-                twenty rounds, of each round's slowest.
+ttft_TxN        ms to the first token of N prompts of T tokens that arrive at once: the median over rounds, of each
+                round's slowest. Its first and third quartile are in ``quartiles_ms`` of ``workloads.py``'s row.
 logprobs        the mean and the largest difference of log-probabilities of a tiny model's prompts with ``--kv-quant``,
                 with and without graphs (``difference``), and of two servings without (``noise``). The command fails if
                 the first is above three times the second, and above what rounding moves.
@@ -34,7 +34,9 @@ from benchmarks.tiny_models import MODELS, VOCABULARY
 from benchmarks.tiny_server import TinyServer, body, plugin_path
 from launch.server import Server
 
-TOKENS, AT_ONCE, ROUNDS = (64, 128, 256, 512, 1024), (1, 8), 20
+TOKENS, AT_ONCE = (64, 128, 256, 512, 1024), (1, 8)
+#: Rounds that count, and those before them.
+ROUNDS, BEFORE = 50, 10
 #: A server's flags by its name; ours also has rotations.
 GRAPHS, NO_GRAPHS = ("--cuda-graph-backend-prefill", "breakable"), ("--disable-prefill-cuda-graph",)
 SERVERS = {"plain": GRAPHS, "plain_eager": NO_GRAPHS, "oscar": GRAPHS, "oscar_eager": NO_GRAPHS}
@@ -43,15 +45,16 @@ CHECKED = (70, 300, 1000, 1500)
 ROUNDING = 0.04
 
 
-def times(client: Client) -> Iterator[tuple[str, float]]:
+def times(client: Client) -> Iterator[tuple[str, list[float]]]:
+    """Yields each ``ttft_TxN`` with its first quartile, its median and its third quartile."""
     client.run([client.prompt("warm", i, 300) for i in range(max(AT_ONCE))], 2)
     for tokens in TOKENS:
         for count in AT_ONCE:
             slowest = []
-            for turn in range(ROUNDS):
+            for turn in range(BEFORE + ROUNDS):
                 prompts = [client.prompt(f"{tokens}x{count} {turn}", i, tokens) for i in range(count)]
-                slowest.append(max(stream.ttft for stream in client.run(prompts, 1)))
-            yield f"ttft_{tokens}x{count}", 1e3 * statistics.median(slowest[ROUNDS // 2 :])
+                slowest.append(1e3 * max(stream.ttft for stream in client.run(prompts, 1)))
+            yield f"ttft_{tokens}x{count}", statistics.quantiles(slowest[BEFORE:], n=4)
 
 
 def logprobs(folder: Path, flags: tuple[str, ...]) -> list[list[float]]:
@@ -111,7 +114,7 @@ def main() -> None:
                 more = ("--kv-quant", "oscar", "--kv-quant-rotations", str(rotations))
             with Server(args.model, *flags, *own, *more, cpu=False, log_path=folder / f"{name}.log", env=env) as server:
                 client = Client(server, VOCABULARY, geometry.layers)
-                for scenario, ms in times(client):
+                for scenario, (_, ms, _) in times(client):
                     rows.setdefault(scenario, {"scenario": scenario, "unit": "ms"})[name] = round(ms, 3)
                     print(f"{name:12} {scenario:14} {ms:8.2f} ms", flush=True)
         if args.only != "times":

@@ -127,12 +127,13 @@ def measure(
 def first_tokens(running: Server, spec: MethodSpec, setup: servers.Setup) -> Row:
     """Returns the row of the times to the first token of short prompts, each on an idle server."""
     label, layers = servers.label(spec, setup), geometry_and_flags(setup.model, setup.layers)[0].layers
-    found = times(Client(running, setup.config["vocab_size"], layers))
+    found = dict(times(Client(running, setup.config["vocab_size"], layers)))
     return {
         "scenario": name_of(setup.model, setup.layers, f"{FIRST_TOKENS}{label}"),
         "unit": "ms",
         "method": label,
-        **{f"{name}_ms": round(ms, 2) for name, ms in found},
+        **{f"{name}_ms": round(median, 2) for name, (_, median, _) in found.items()},
+        "quartiles_ms": {name: [round(low, 2), round(high, 2)] for name, (low, _, high) in found.items()},
         **servers.facts(running, spec),
     }
 

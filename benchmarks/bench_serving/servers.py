@@ -19,10 +19,13 @@ from sglang_kvq.errors import KVQuantError
 from sglang_kvq.evaluation.specs import FP8, REFERENCE, MethodSpec, parse
 from sglang_kvq.methods import get_method
 from sglang_kvq.methods.base import RotationKind
+from sglang_kvq.sglang.observe import QUIET
 
 #: Tokens of a stream's event: neither the server's Python nor the client's must be what is measured.
 EVENT = 8
 RECENT_MIN = "--kv-quant-recent-min"
+#: Seconds that an idle server's check may take.
+GRACE = 5.0
 
 
 @dataclass(frozen=True)
@@ -168,12 +171,17 @@ def check_errors(running: Server) -> None:
 def held(running: Server) -> dict[str, int]:
     """Returns what the tiers of an idle server with an empty prefix cache hold: nothing, if no page was lost.
 
-    The cache is emptied twice around a tiny request, because what a request gives back is applied by the next batch.
+    The cache is emptied twice around a tiny request, because what a request gives back is applied by the next batch, or
+    by the check of a server without work for ``QUIET`` seconds.
     """
     running.drain()
     sampling = {"temperature": 0, "max_new_tokens": 2, "ignore_eos": True}
     running.json("/generate", {"input_ids": [[5, 6, 7 + n] for n in range(8)], "sampling_params": sampling})
     running.drain()
-    time.sleep(1.0)
-    tiers = (running.info()["internal_states"][0].get("kv_quant") or {}).get("tiers", {})
-    return {name: value for name, value in tiers.items() if value}
+    deadline = time.monotonic() + QUIET + GRACE
+    while True:
+        time.sleep(1.0)
+        tiers = (running.info()["internal_states"][0].get("kv_quant") or {}).get("tiers", {})
+        left = {name: value for name, value in tiers.items() if value}
+        if not left or time.monotonic() > deadline:
+            return left

@@ -25,6 +25,7 @@ from launch.server import Server
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.evaluation.specs import parse as parse_method
 from sglang_kvq.server_process import ServerProcess, free_port
+from sglang_kvq.sglang.observe import QUIET
 
 RESULTS = record.ROOT / "benchmarks" / "results"
 LOAD = Load(2, 6, 40, 12)
@@ -252,12 +253,14 @@ def test_the_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyt
         and "bench 200, none: kept" in shown
         and "left, for the same command again: 1k of none" in shown
     )
-    for name, value in (("TOKENS", (64,)), ("AT_ONCE", (1, 2)), ("ROUNDS", 2)):
+    for name, value in (("TOKENS", (64,)), ("AT_ONCE", (1, 2)), ("ROUNDS", 2), ("BEFORE", 1)):
         monkeypatch.setattr(prefill_graphs, name, value)
     run_script(f"{asked} --workloads 200,mix --minutes 9 --first-tokens --rehearse 5", monkeypatch)
     assert "none: rehearsed after" in capsys.readouterr().out
     firsts, *rows = sorted(record.read_rows(out), key=lambda row: row["scenario"] != "first tokens, none")
     assert 0 < firsts["ttft_64x1_ms"] < 5000 and firsts["unit"] == "ms"
+    low, high = firsts["quartiles_ms"]["ttft_64x1"]
+    assert low <= firsts["ttft_64x1_ms"] <= high
     found = {row["workload"]: row for row in rows}
     assert list(found) == ["200", "mix"] and started == ["none", "none"]
     assert found["200"]["output_tokens"] == 72 and found["mix"]["output_tokens"] == 72 + 27 + 54
@@ -268,6 +271,30 @@ def test_the_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyt
     with pytest.raises(SystemExit, match="FAILED: int4: --methods int4: the server's cache is none"):
         run_script(f"--cpu --tiny --layers 2 --out {out} --methods int4 --workloads 200", monkeypatch)
     assert len(record.read_rows(out)) == 3
+
+
+class Idle:
+    """A server that runs nothing; its tiers hold pages for some seconds."""
+
+    def __init__(self, seconds: float, monkeypatch) -> None:
+        self.now, self.end = 0.0, seconds
+        monkeypatch.setattr(servers.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(servers.time, "sleep", self.sleep)
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+    def drain(self) -> None: ...
+
+    def json(self, path: str, body: dict) -> None: ...
+
+    def info(self) -> dict:
+        return {"internal_states": [{"kv_quant": {"tiers": {"bf16_tokens": 64 * (self.now < self.end)}}}]}
+
+
+def test_an_idle_server_has_time_to_give_its_pages_back(monkeypatch) -> None:
+    assert servers.held(Idle(QUIET + 1, monkeypatch)) == {}
+    assert servers.held(Idle(100, monkeypatch)) == {"bf16_tokens": 64}
 
 
 # -- result files -----------------------------------------------------------------------------------------
