@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import numpy as np
@@ -35,21 +36,22 @@ class LateCopy:
 
     Args:
         source: returns the counters, int64 ``[n]`` on the device.
+        seconds: on a GPU, the least time from one copy to the next.
     """
 
-    def __init__(self, source: Callable[[], torch.Tensor], device: torch.device) -> None:
-        self._source = source
-        self._asked = False
+    def __init__(self, source: Callable[[], torch.Tensor], device: torch.device, seconds: float = 0.0) -> None:
+        self._source, self._seconds = source, seconds
+        self._asked, self._next = False, 0.0
         self._host: torch.Tensor | None = None
         self._copied: torch.cuda.Event | None = None
         if device.type == "cuda":
             self._host, self._copied = torch.zeros_like(source(), device="cpu", pin_memory=True), torch.cuda.Event()
 
     def ask(self) -> None:
-        """Begins a copy behind the current stream's work, unless one is under way."""
-        if self._asked:
+        """Begins a copy behind the current stream's work, unless one is under way or was begun a moment ago."""
+        if self._asked or (self._host is not None and time.monotonic() < self._next):
             return
-        self._asked = True
+        self._asked, self._next = True, time.monotonic() + self._seconds
         if self._host is not None and self._copied is not None:
             self._host.copy_(self._source(), non_blocking=True)
             self._copied.record()

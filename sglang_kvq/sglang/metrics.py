@@ -11,6 +11,10 @@ from sglang_kvq.cache.transfer import LateCopy
 from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.sglang import runtime
 
+#: Least time between two counts on a GPU. SGLang reports after every prefill, before it sends the first token, and a
+#: count is two dozen launches.
+_SECONDS = 1.0
+
 
 def after_log_stats(result: None, collector: Any, stats: Any, *args: Any, **kwargs: Any) -> None:
     """AFTER ``SchedulerMetricsCollector.log_stats``, which only the ranks that report call."""
@@ -80,7 +84,7 @@ class TierMetrics:
         if self.host is not None:
             damaged = counter("damaged_pages", "Pages of HiCache's storage that were damaged, and so computed again.")
             self.damaged = damaged.labels(**labels)
-        self.counts = LateCopy(tiers.count, tiers.pool.device)
+        self.counts = LateCopy(tiers.count, tiers.pool.device, _SECONDS)
         self.counts.ask()
 
     def _publish_sizes(self) -> None:
@@ -107,7 +111,7 @@ class TierMetrics:
             self.damaged_before = now
         if (found := self.counts.arrived()) is not None:
             self._publish(*found)
-            self.counts.ask()
+        self.counts.ask()
 
     def _publish(
         self,

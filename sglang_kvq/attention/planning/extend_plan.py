@@ -33,7 +33,8 @@ def plan_slabs(
     prefix_lens: list[int], new_lens: list[int], slab_pages: int, plan_tiles: PlanTiles, device: torch.device
 ) -> list[Slab]:
     """Returns at least one slab, ``slab_pages`` stored pages each, in order. Copies to the device once."""
-    counts = np.array([-(-prefix // PAGE_SIZE) for prefix in prefix_lens])
+    prefixes = np.array(prefix_lens, np.int64)
+    counts = -(-prefixes // PAGE_SIZE)
     bounds = np.concatenate([[0], np.cumsum(counts)])  # each request's range in all pages
     request = np.repeat(np.arange(len(counts)), counts)
     number = np.arange(len(request))
@@ -47,11 +48,9 @@ def plan_slabs(
     parts = []
     for begin in range(0, max(len(pages), 1), slab_pages):
         end = min(begin + slab_pages, len(pages))
-        stored = []
-        for i, prefix in enumerate(prefix_lens):
-            a, b = np.clip([begin, end], bounds[i], bounds[i + 1])
-            last = min((b - bounds[i]) * PAGE_SIZE, prefix)
-            stored.append((int(a - begin) * PAGE_SIZE, max(int(last - (a - bounds[i]) * PAGE_SIZE), 0)))
+        first, last = np.clip(begin, bounds[:-1], bounds[1:]), np.clip(end, bounds[:-1], bounds[1:])  # pages of each
+        tokens = np.minimum((last - bounds[:-1]) * PAGE_SIZE, prefixes) - (first - bounds[:-1]) * PAGE_SIZE
+        stored = list(zip(((first - begin) * PAGE_SIZE).tolist(), np.maximum(tokens, 0).tolist()))
         parts += [pages[begin:end], np.array(plan_tiles(new_lens, stored))]
     flat = upload(np.concatenate([part.ravel() for part in parts]), device).split([part.size for part in parts])
     tensors = [x.view(part.shape) for x, part in zip(flat, parts)]

@@ -17,6 +17,7 @@ import triton.language as tl
 
 from sglang_kvq.kernels.device.arguments import field_count, load_fields, store_fields
 from sglang_kvq.kernels.device.common import PAGE
+from sglang_kvq.kernels.device.launch import start_kernel
 
 #: Tokens of a BF16 tile, whose shared memory stays below that of a tile of records.
 BF16_PAGE_TILE = tl.constexpr(16)
@@ -88,8 +89,8 @@ def split_work(
         costs: of the launch that reads the items.
     """
     count, batch = len(items), len(rows)
-    _plan[(triton.cdiv(count, _ITEMS),)](
-        items, spans, rows, seq_lens, row_pages, row_sink_end, row_history_end,
+    start_kernel(
+        _plan, (triton.cdiv(count, _ITEMS),), items, spans, rows, seq_lens, row_pages, row_sink_end, row_history_end,
         row_pages.stride(0), count, batch,
         BATCH=triton.next_power_of_2(batch),
         ITEMS=_ITEMS,

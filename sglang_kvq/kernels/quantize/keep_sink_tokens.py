@@ -11,6 +11,7 @@ import triton.language as tl
 from sglang_kvq.kernels.decode.decode_attention import is_two_bit
 from sglang_kvq.kernels.device.codes import PlaneRecord, Record, page_bytes
 from sglang_kvq.kernels.device.common import PAGE
+from sglang_kvq.kernels.device.launch import start_kernel
 from sglang_kvq.kernels.device.shape import shape_of
 from sglang_kvq.kernels.extend.gather_pages import read_record
 from sglang_kvq.kernels.extend.gather_two_bits import warps_for
@@ -29,8 +30,9 @@ def keep_sink_tokens(
     bf16_pages: BF16 ``[layers, slots + 1, 2, kv_heads, PAGE_SIZE, D]``. sink_cache: ``SinkTokenCache.tokens``.
     """
     layers, kv_heads, d = bf16_pages.shape[0], bf16_pages.shape[3], bf16_pages.shape[-1]
-    _keep[(layers, _PROGRAMS)](
-        slots, entries, count, bf16_pages, sink_cache, bf16_pages.stride(0), bf16_pages.stride(1), sink_cache.stride(0),
+    start_kernel(
+        _keep, (layers, _PROGRAMS), slots, entries, count, bf16_pages, sink_cache,
+        bf16_pages.stride(0), bf16_pages.stride(1), sink_cache.stride(0),
         SHAPE=shape_of(kv_heads, d),
         ROWS=_ROWS,
         num_warps=4,
@@ -76,8 +78,8 @@ def restore_pages(
     """
     m, kv_heads, d = records.shape[0], records.shape[2], bf16_pages.shape[-1]
     fast = is_two_bit(record, d)
-    _restore[(kv_heads, m, len(pages))](
-        pages, records, layers, page_slot, bf16_pages, sink_entry, sink_cache,
+    start_kernel(
+        _restore, (kv_heads, m, len(pages)), pages, records, layers, page_slot, bf16_pages, sink_entry, sink_cache,
         records.stride(0), bf16_pages.stride(0), bf16_pages.stride(1), sink_cache.stride(0),
         RECORD=record,
         SHAPE=shape_of(kv_heads, d),

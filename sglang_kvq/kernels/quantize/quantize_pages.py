@@ -83,8 +83,8 @@ def quantize_slots(
         return
     n, kv_heads = records.shape[0], records.shape[2]
     grid = (min(programs, slots.numel() * n * kv_heads * PARTS.value),)
-    _quantize_slots[grid](
-        records, layers, ranks, bf16_pages, slots, pages, count,
+    start_kernel(
+        _quantize_slots, grid, records, layers, ranks, bf16_pages, slots, pages, count,
         records.stride(0), bf16_pages.stride(0), bf16_pages.stride(1), n,
         **_constants(record, kv_heads, bf16_pages.shape[-1], bf16_pages.device),
     )  # fmt: skip

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from sglang_kvq.kernels.device.common import PAGE
+from sglang_kvq.kernels.device.launch import start_kernel
 from sglang_kvq.kernels.tiers.select_smallest import NEVER, among_least, bisect, count_below
 from sglang_kvq.kernels.tiers.sink_entries import claim_of, entry_of, place_sink_tokens
 from sglang_kvq.kernels.tiers.tables import TierTables, page_at, window
@@ -38,9 +39,9 @@ def give_bf16_pages(
     first tokens are kept: rows' first pages that got their BF16 copy back.
     """
     direct = rows[:0] if direct_pages is None else direct_pages
-    _give[(1,)](
-        rows, seq_lens if prefix_lens is None else prefix_lens, seq_lens, len(rows), direct, len(direct), step,
-        first_slot, new_tokens, tables.arguments.first_page if restored is None else restored, tables.arguments,
+    start_kernel(
+        _give, (1,), rows, seq_lens if prefix_lens is None else prefix_lens, seq_lens, len(rows), direct, len(direct),
+        step, first_slot, new_tokens, tables.arguments.first_page if restored is None else restored, tables.arguments,
         WINDOW=tables.window,
         DECODING=prefix_lens is None,
         ROWS=max(1, _ELEMENTS // tables.window.WIDTH),

@@ -8,6 +8,7 @@ import triton.language as tl
 
 from sglang_kvq.constants import EVENT_ALLOCATE, EVENT_FREE, EVENT_MOVE
 from sglang_kvq.kernels.device.arguments import field_count, load_fields
+from sglang_kvq.kernels.device.launch import start_kernel
 from sglang_kvq.kernels.tiers.sink_entries import entry_of
 from sglang_kvq.kernels.tiers.tables import TierTables
 
@@ -33,7 +34,7 @@ def apply_events(tables: TierTables, spans: torch.Tensor, ids: torch.Tensor, eve
     """
     kinds = {"FREE": EVENT_FREE, "MOVE": EVENT_MOVE, "ALLOCATE": EVENT_ALLOCATE}
     has = {"SINK_CACHE": tables.keeps_sink_tokens, "SHARED": tables.shares_memory}
-    _apply[(1,)](spans, ids, events, tables.arguments, **kinds, **has, BLOCK=_BLOCK, num_warps=8)
+    start_kernel(_apply, (1,), spans, ids, events, tables.arguments, **kinds, **has, BLOCK=_BLOCK, num_warps=8)
 
 
 @triton.jit(do_not_specialize=["spans", "ids", "events"], do_not_specialize_on_alignment=["spans", "ids"])

@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 
 from sglang_kvq.kernels.device.common import PAGE
+from sglang_kvq.kernels.device.launch import start_kernel
 from sglang_kvq.kernels.tiers.tables import TierTables, history_pages, page_at, window
 
 #: Pages per program.
@@ -29,9 +30,10 @@ def set_ranges(
     grid = (len(rows), max(1, triton.cdiv(pages, _PAGES)))
     lens, window = (seq_lens, tables.window) if prefix_lens is None else (prefix_lens, tables.prefill_window)
     prefill = prefix_lens is not None
-    _ranges[grid](
-        rows, lens, seq_lens, step, tables.arguments, WINDOW=window, PAGES=_PAGES, PREFILL=prefill, num_warps=4
-    )
+    start_kernel(
+        _ranges, grid, rows, lens, seq_lens, step, tables.arguments,
+        WINDOW=window, PAGES=_PAGES, PREFILL=prefill, num_warps=4,
+    )  # fmt: skip
 
 
 @triton.jit(

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from sglang_kvq.cache import transfer
 from sglang_kvq.cache.transfer import LateCopy
 from sglang_kvq.config import KVQuantConfig
 from sglang_kvq.sglang import observe, runtime
@@ -93,6 +94,19 @@ def test_only_what_was_asked_for_arrives():
     assert copy.arrived() is None
     copy.ask()
     assert copy.arrived() == [1] and copy.arrived() is None
+
+
+def test_copies_from_a_gpu_keep_their_distance(monkeypatch):
+    now, counted = [100.0], []
+    monkeypatch.setattr(transfer.time, "monotonic", lambda: now[0])
+    copy = LateCopy(lambda: torch.tensor([len(counted)]), torch.device("cpu"), seconds=1.0)
+    copy._source = lambda: counted.append(now[0]) or torch.tensor([len(counted)])
+    copy._host = torch.zeros(1, dtype=torch.int64)
+    copy._copied = SimpleNamespace(record=lambda: None, query=lambda: True)
+    for now[0], found in ((100.0, [1]), (100.5, None), (100.9, None), (101.1, [2]), (101.2, None), (150.0, [3])):
+        copy.ask()
+        assert copy.arrived() == found
+    assert counted == [100.0, 101.1, 150.0]
 
 
 @pytest.mark.gpu
