@@ -149,6 +149,31 @@ def test_decode_on_an_h100(cells: list[str]) -> None:
     assert all(agrees(cell, row[field]) for cell, field in zip(cells[1:], fields, strict=True)), (cells, row)
 
 
+FLASH = "## FlashAttention 3 over FP8\n"
+
+
+@pytest.mark.parametrize("cells", tables(PERFORMANCE, FLASH), ids=lambda cells: cells[0])
+def test_flash_attention_on_an_h100(cells: list[str]) -> None:
+    row = decode_row("kernels_fa3_h100", cells[0])
+    fields = ("fp8_fa3_us", "fp8_bound_us", "ours_us", "ratio_fp8_best", "ratio_fp8_bound")
+    assert row["fp8_best"] == "fa3"
+    assert all(agrees(cell, row[field]) for cell, field in zip(cells[1:], fields, strict=True)), (cells, row)
+
+
+def test_flash_attention_and_the_bound() -> None:
+    least, most = re.search(r"an FP8 cache takes ([\d.]+) to ([\d.]+) times the bound", PROSE).groups()
+    rows = [row for row in results("kernels_fa3_h100") if row["kernel"].startswith("decode")]
+    found = [row["fp8_fa3_us"] / row["fp8_bound_us"] for row in rows]
+    assert agrees(least, min(found)) and agrees(most, max(found))
+
+
+def test_decoding_over_a_shared_memory() -> None:
+    least, most, shapes = re.search(r"costs a decode step ([\d.]+) to ([\d.]+)% in (\w+) shapes", PROSE).groups()
+    rows = results("kernels_shared_h100")
+    found = [100 * (row["ours_us"] / row["separate_us"] - 1) for row in rows]
+    assert agrees(least, min(found)) and agrees(most, max(found)) and (shapes, len(rows)) == ("seven", 7)
+
+
 def test_quantizing() -> None:
     (row,) = (row for row in results("kernels_h200") if row["kernel"] == "quantize_tokens")
     tokens, time = re.search(r"Quantizing ([\d,]+) new tokens of one layer takes (\d+) µs", PROSE).groups()
@@ -261,6 +286,7 @@ def test_no_figure_stands_outside_what_is_checked(name: str, text: str) -> None:
         r"Quantizing [\d,]+ new tokens of one layer takes \d+ µs",
         r"lie between \S+ and \d\.\d+",
         r"rows are 10, 4 and 4 points",
+        r"costs a decode step \S+ to \S+% in \w+ shapes",
     )
     for known in known_ones:
         prose = re.sub(known, "", prose)

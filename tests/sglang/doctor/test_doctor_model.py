@@ -58,7 +58,7 @@ def test_model_that_is_served():
 def test_tokens_are_those_that_a_server_had():
     """Servers had the KV memory that BF16's tokens take. An H100's was shared, an H200's divided once."""
     if compat.applies(NEW_TREE, compat.sglang_version()):
-        rows = json.loads((ROOT / "benchmarks" / "results" / "serving_shared_h100.json").read_text())["rows"]
+        rows = json.loads((ROOT / "benchmarks" / "results" / "serving_default_h100.json").read_text())["rows"]
         plain, ours = (next(row["cache_tokens"] for row in rows if row["method"] == name) for name in ("none", "oscar"))
     else:
         rows = json.loads((ROOT / "benchmarks" / "results" / "serving_h200.json").read_text())["rows"]
