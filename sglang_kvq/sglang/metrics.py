@@ -11,8 +11,8 @@ from sglang_kvq.cache.transfer import LateCopy
 from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.sglang import runtime
 
-#: Least time between two counts on a GPU. SGLang reports after every prefill, before it sends the first token, and a
-#: count is two dozen launches.
+#: Least time between two counts on a GPU. A count is two dozen launches, SGLang reports after every prefill, and the
+#: next batch waits for it.
 _SECONDS = 1.0
 
 
