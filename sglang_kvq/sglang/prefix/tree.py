@@ -28,15 +28,17 @@ class _WindowMove:
         full = length // PAGE_SIZE  # only whole pages enter the tree
         sinks = min(tiers.sink_pages, full)
         recent = max(full - tiers.recent_pages - 1, sinks)
+        bounds = ((0, full),) if recent == sinks else ((0, sinks), (recent, full))
         # Slices: an index by a list would be copied to the device, which waits for the batch that runs there.
-        self.spans = [slice(a * PAGE_SIZE, b * PAGE_SIZE, PAGE_SIZE) for a, b in ((0, sinks), (recent, full)) if a < b]
+        self.spans = [slice(a * PAGE_SIZE, b * PAGE_SIZE, PAGE_SIZE) for a, b in bounds if a < b]
         self.req_to_token, self.row, self.pending = req_to_token, row, tiers.pending
         if self.spans:
             self.own = self._pages(req_to_token[row])
             self.event = self.pending.reserve_move()
 
     def _pages(self, locations: torch.Tensor) -> torch.Tensor:
-        return torch.cat([locations[span] for span in self.spans]).long() // PAGE_SIZE
+        parts = [locations[span] for span in self.spans]
+        return (parts[0] if len(parts) == 1 else torch.cat(parts)).long() // PAGE_SIZE
 
     def finish(self, locations: torch.Tensor | None = None) -> None:
         """``locations`` holds the tree's token locations; None reads the rewritten row."""
