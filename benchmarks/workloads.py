@@ -25,7 +25,7 @@ running, queued            the same by the server's metrics, which it updates no
 lost_window_pages          the most window pages at once that running requests read in few bits, not in BF16
 goodput_per_s              requests a second whose whole answer met both limits
 ttft_TxN_ms    with --first-tokens, in row ``first tokens, METHOD``: of N prompts of T tokens on an idle server, see
-                           ``benchmarks/prefill_graphs.py``
+                           ``benchmarks/prefill_graphs.py``; the GPU's least, median and largest clock beside it
 completed, cut, waited, unsent   requests with a whole answer; cut by the time; of these without a token; never sent
 """
 
@@ -45,6 +45,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import record
 from benchmarks.bench_serving import servers, stock
+from benchmarks.bench_serving.clocks import Clocks
 from benchmarks.bench_serving.figure import plot
 from benchmarks.bench_serving.rows import measurements, scenario
 from benchmarks.bench_serving.sampler import Sampler
@@ -127,13 +128,17 @@ def measure(
 def first_tokens(running: Server, spec: MethodSpec, setup: servers.Setup) -> Row:
     """Returns the row of the times to the first token of short prompts, each on an idle server."""
     label, layers = servers.label(spec, setup), geometry_and_flags(setup.model, setup.layers)[0].layers
-    found = dict(times(Client(running, setup.config["vocab_size"], layers)))
+    found, mhz = {}, {}
+    with Clocks() as clocks:
+        for name, quartiles in times(Client(running, setup.config["vocab_size"], layers)):
+            found[name], mhz[name] = quartiles, clocks.take()
     return {
         "scenario": name_of(setup.model, setup.layers, f"{FIRST_TOKENS}{label}"),
         "unit": "ms",
         "method": label,
         **{f"{name}_ms": round(median, 2) for name, (_, median, _) in found.items()},
         "quartiles_ms": {name: [round(low, 2), round(high, 2)] for name, (low, _, high) in found.items()},
+        "sm_mhz": {name: clock for name, clock in mhz.items() if clock},
         **servers.facts(running, spec),
     }
 

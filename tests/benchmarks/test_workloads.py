@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
+import pynvml
 import pytest
 
 from benchmarks import prefill_graphs, record, workloads
 from benchmarks.bench_serving import servers, stock
+from benchmarks.bench_serving.clocks import Clocks
 from benchmarks.bench_serving.figure import plot
 from benchmarks.bench_serving.rows import measurements, scenario
 from benchmarks.bench_serving.sampler import Sampler, parse
@@ -271,6 +274,37 @@ def test_the_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyt
     with pytest.raises(SystemExit, match="FAILED: int4: --methods int4: the server's cache is none"):
         run_script(f"--cpu --tiny --layers 2 --out {out} --methods int4 --workloads 200", monkeypatch)
     assert len(record.read_rows(out)) == 3
+
+
+def test_clocks_are_those_since_the_last_call(monkeypatch) -> None:
+    readings = iter([1980, 345, 1200, *[700] * 1000])
+    given = threading.Event()
+
+    def clock(gpu: str, kind: int) -> int:
+        assert (gpu, kind) == ("gpu 1", pynvml.NVML_CLOCK_SM)
+        reading = next(readings)
+        if reading == 700:
+            given.set()
+            clocks._stop.wait()
+        return reading
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,0")
+    monkeypatch.setattr(pynvml, "nvmlInit", lambda: None)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByIndex", lambda index: f"gpu {index}")
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetClockInfo", clock)
+    with Clocks() as clocks:
+        assert given.wait(30)
+        assert clocks.take() == [345, 1200, 1980] and clocks.take() is None
+
+
+def test_there_is_no_clock_without_a_gpu(monkeypatch) -> None:
+    def missing() -> None:
+        raise pynvml.NVMLError_LibraryNotFound
+
+    monkeypatch.setattr(pynvml, "nvmlInit", missing)
+    with Clocks() as clocks:
+        clocks._thread.join(30)
+        assert clocks.take() is None
 
 
 class Idle:
