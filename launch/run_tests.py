@@ -47,10 +47,7 @@ JOBS = {
 }
 #: Jobs of ``--quick``, without servers.
 QUICK = {
-    "cache and kernels": (
-        *("tests/cache", "tests/kernels/test_fold.py", "tests/kernels/test_gather.py", "tests/kernels/test_pairs.py"),
-        *("tests/kernels/test_plan.py", "tests/kernels/test_s[ot]*.py", "tests/kernels/test_unpack.py"),
-    ),
+    "cache": ("tests/cache",),
     "formats, methods and rotations": (
         *("tests/formats", "tests/methods", "tests/attention", "tests/sessions", "tests/test_config.py"),
         *("tests/rotations/maths", "tests/rotations/storage/test_files.py", "tests/mutations"),
@@ -65,6 +62,10 @@ QUICK = {
         ),
         *("tests/sglang/test_flags.py", "tests/sglang/test_hooks.py", "tests/sglang/memory/test_rows.py"),
         "tests/sglang/router",
+    ),
+    "kernels": (
+        *("tests/kernels/test_fold.py", "tests/kernels/test_gather.py", "tests/kernels/test_pairs.py"),
+        *("tests/kernels/test_plan.py", "tests/kernels/test_s[ot]*.py", "tests/kernels/test_unpack.py"),
     ),
 }
 #: Programs of ``--container``; packages have the same names, kubectl's in a package source of Kubernetes' own.
