@@ -47,7 +47,11 @@ JOBS = {
 }
 #: Jobs of ``--quick``, without servers.
 QUICK = {
-    "cache": ("tests/cache",),
+    "cache and kernels": (
+        *("tests/cache/test_[f-r]*.py", "tests/cache/test_s[iopt]*.py", "tests/cache/test_t*.py"),
+        *("tests/kernels/test_fold.py", "tests/kernels/test_gather.py", "tests/kernels/test_pairs.py"),
+        *("tests/kernels/test_plan.py", "tests/kernels/test_s[ot]*.py", "tests/kernels/test_unpack.py"),
+    ),
     "formats, methods and rotations": (
         *("tests/formats", "tests/methods", "tests/attention", "tests/sessions", "tests/test_config.py"),
         *("tests/rotations/maths", "tests/rotations/storage/test_files.py", "tests/mutations"),
@@ -63,10 +67,7 @@ QUICK = {
         *("tests/sglang/test_flags.py", "tests/sglang/test_hooks.py", "tests/sglang/memory/test_rows.py"),
         "tests/sglang/router",
     ),
-    "kernels": (
-        *("tests/kernels/test_fold.py", "tests/kernels/test_gather.py", "tests/kernels/test_pairs.py"),
-        *("tests/kernels/test_plan.py", "tests/kernels/test_s[ot]*.py", "tests/kernels/test_unpack.py"),
-    ),
+    "schedules": ("tests/cache/test_schedules.py",),
 }
 #: Programs of ``--container``; packages have the same names, kubectl's in a package source of Kubernetes' own.
 CONTAINER_TOOLS = ("buildah", "kubectl", "mmdebstrap", "podman", "runc")
