@@ -30,7 +30,6 @@ import re
 import statistics
 import sys
 import tempfile
-import threading
 import time
 from pathlib import Path
 
@@ -39,6 +38,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks import record
 from benchmarks.capacity import MODEL, existing_folder, random_rotations
 from benchmarks.serving import EVENT, Client, Failed, Stream, step_ms
+from benchmarks.watch import Watch
 from launch.server import Server
 from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.evaluation import provenance
@@ -85,26 +85,16 @@ def _is_settled(session: dict) -> bool:
     return bool(session["computed_tokens"] >= whole - PAGE_SIZE and session["embedded_pages"] * PAGE_SIZE >= whole)
 
 
-class Peak:
+class Peak(Watch):
     """The most tokens that are in use at once while a ``with`` block runs, as the server says every 20 ms."""
 
-    def __init__(self, server: Server, seconds: float = 0.02) -> None:
-        self.server, self.seconds, self.tokens = server, seconds, 0
-        self._done = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
+    def __init__(self, server: Server) -> None:
+        super().__init__(0.02)
+        self.server, self.tokens = server, 0
 
-    def __enter__(self) -> Peak:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._done.set()
-        self._thread.join()
-
-    def _watch(self) -> None:
-        while not self._done.wait(self.seconds):
-            loads = self.server.json("/v1/loads")["loads"]
-            self.tokens = max(self.tokens, sum(load["num_used_tokens"] for load in loads))
+    def look(self) -> None:
+        loads = self.server.json("/v1/loads")["loads"]
+        self.tokens = max(self.tokens, sum(load["num_used_tokens"] for load in loads))
 
 
 def measure(client: Sessions, name: str, args: argparse.Namespace, bf16_token_bytes: int):

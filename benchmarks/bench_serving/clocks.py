@@ -4,28 +4,20 @@ from __future__ import annotations
 
 import os
 import statistics
-import threading
 
 import pynvml
+
+from benchmarks.watch import Watch
 
 PAUSE = 0.02
 
 
-class Clocks:
+class Clocks(Watch):
     """Reads the SM clock of the first visible GPU while its ``with`` block lasts; nothing without a GPU."""
 
     def __init__(self) -> None:
+        super().__init__(PAUSE)
         self._found: list[int] = []
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-
-    def __enter__(self) -> Clocks:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join()
 
     def take(self) -> list[int] | None:
         """Returns the least, the median and the largest MHz since the last call; None if the clock was not read."""
@@ -36,8 +28,10 @@ class Clocks:
         first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
         try:
             pynvml.nvmlInit()
-            gpu = pynvml.nvmlDeviceGetHandleByIndex(int(first) if first.isdigit() else 0)
-            while not self._stop.wait(PAUSE):
-                self._found.append(pynvml.nvmlDeviceGetClockInfo(gpu, pynvml.NVML_CLOCK_SM))
+            self._gpu = pynvml.nvmlDeviceGetHandleByIndex(int(first) if first.isdigit() else 0)
+            super()._watch()
         except pynvml.NVMLError:  # no GPU, or one that does not tell
             return
+
+    def look(self) -> None:
+        self._found.append(pynvml.nvmlDeviceGetClockInfo(self._gpu, pynvml.NVML_CLOCK_SM))

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-import threading
 from collections import defaultdict
 
+from benchmarks.watch import Watch
 from sglang_kvq.server_process import OPENER
 
 #: Gauges by what a row calls them. Their values are summed over a server's workers.
@@ -28,7 +28,7 @@ def parse(text: str) -> dict[str, float]:
     return dict(found)
 
 
-class Sampler:
+class Sampler(Watch):
     """Reads the gauges of a server while its ``with`` block lasts.
 
     Attributes:
@@ -37,27 +37,17 @@ class Sampler:
     """
 
     def __init__(self, url: str) -> None:
+        super().__init__(PAUSE)
         self.url = url
         self.most: dict[str, float] = {}
         self.errors = 0.0
         self.samples = 0
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
 
-    def __enter__(self) -> Sampler:
-        self._thread.start()
-        return self
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        self.look()
 
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join()
-        self.sample()
-
-    def _watch(self) -> None:
-        while not self._stop.wait(PAUSE):
-            self.sample()
-
-    def sample(self) -> None:
+    def look(self) -> None:
         try:
             with OPENER.open(f"{self.url}/metrics", timeout=10) as response:
                 found = parse(response.read().decode())

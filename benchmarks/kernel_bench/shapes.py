@@ -50,8 +50,8 @@ def make_pool(
     if shared_layers:
         page_bytes = padded(shared_layers * kv_heads * format.record_bytes)
         slot_bytes = shared_layers * kv_heads * 2 * PAGE_SIZE * format.head_dim * 2
-        first_slot = Arena(page_bytes, slot_bytes, 0, count).first_slot(count)
-        arena = Arena(page_bytes, slot_bytes, first_slot - 1 + slots, count)
+        arena = Arena.smallest(page_bytes, slot_bytes, slots, count)
+        first_slot = arena.first_slot(count)
     sizes = {"pages": count, "slots": first_slot - 1 + slots, "arena": arena}
     pool = PagePool.allocate([format] * (shared_layers or 1), kv_heads=kv_heads, req_to_token=table, **sizes)
     pool.places.copy_(torch.arange(count + 1))

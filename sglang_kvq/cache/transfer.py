@@ -49,9 +49,10 @@ class LateCopy:
 
     def ask(self) -> None:
         """Begins a copy behind the current stream's work, unless one is under way or was begun a moment ago."""
-        if self._asked or (self._host is not None and time.monotonic() < self._next):
+        now = time.monotonic()
+        if self._asked or (self._host is not None and now < self._next):
             return
-        self._asked, self._next = True, time.monotonic() + self._seconds
+        self._asked, self._next = True, now + self._seconds
         if self._host is not None and self._copied is not None:
             self._host.copy_(self._source(), non_blocking=True)
             self._copied.record()

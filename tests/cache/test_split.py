@@ -70,6 +70,14 @@ def test_what_is_in_use_fits_and_windows_are_whole_where_they_can_be(arena, wind
         )
 
 
+@pytest.mark.parametrize("slots", [1, 7])
+@pytest.mark.parametrize("pages", [1, 6, 7, 500])
+def test_the_smallest_memory_has_no_slot_to_spare(pages, slots):
+    arena = Arena.smallest(256, 1700, slots, pages)
+    assert arena.slots_beside(pages) == slots and arena.last_page(arena.first_slot(pages)) == pages
+    assert replace(arena, slots=arena.slots - 1).slots_beside(pages) == slots - 1
+
+
 def test_the_boundary_moves_by_steps():
     """A page more does not move it again."""
     windows = WindowSlots(6, 2, 10)

@@ -165,9 +165,8 @@ def make_scene(
     if shared:
         page_bytes = padded(heads.kv * sum(format.record_bytes for format in formats))
         slot_bytes = len(formats) * heads.kv * 2 * PAGE_SIZE * heads.head_dim * 2
-        first_slot = Arena(page_bytes, slot_bytes, 0, pages).first_slot(pages)
-        slots += first_slot - 1
-        arena = Arena(page_bytes, slot_bytes, slots, pages)
+        arena = Arena.smallest(page_bytes, slot_bytes, slots, pages)
+        first_slot, slots = arena.first_slot(pages), arena.slots
     sizes = {"pages": pages, "slots": slots, "arena": arena}
     pool = PagePool.allocate(formats, kv_heads=heads.kv, req_to_token=table, **sizes)
     pool.bf16_pages.fill_(float("nan"))

@@ -39,6 +39,12 @@ class Arena:
     slots: int
     pages: int
 
+    @classmethod
+    def smallest(cls, page_bytes: int, slot_bytes: int, slots: int, pages: int) -> Arena:
+        """Returns the smallest memory for so many pages beside so many BF16 pages, which are its last slots."""
+        first_slot = cls(page_bytes, slot_bytes, 0, pages).first_slot(pages)
+        return cls(page_bytes, slot_bytes, first_slot - 1 + slots, pages)
+
     @property
     def total_bytes(self) -> int:
         return (self.slots + 1) * self.slot_bytes

@@ -99,8 +99,8 @@ def test_only_what_was_asked_for_arrives():
 def test_copies_from_a_gpu_keep_their_distance(monkeypatch):
     now, counted = [100.0], []
     monkeypatch.setattr(transfer.time, "monotonic", lambda: now[0])
-    copy = LateCopy(lambda: torch.tensor([len(counted)]), torch.device("cpu"), seconds=1.0)
-    copy._source = lambda: counted.append(now[0]) or torch.tensor([len(counted)])
+    count = lambda: counted.append(now[0]) or torch.tensor([len(counted)])  # noqa: E731
+    copy = LateCopy(count, torch.device("cpu"), seconds=1.0)
     copy._host = torch.zeros(1, dtype=torch.int64)
     copy._copied = SimpleNamespace(record=lambda: None, query=lambda: True)
     for now[0], found in ((100.0, [1]), (100.5, None), (100.9, None), (101.1, [2]), (101.2, None), (150.0, [3])):
