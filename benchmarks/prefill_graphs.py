@@ -21,7 +21,7 @@ import argparse
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks import record
 from benchmarks.answers import Bound, Difference, input_logprobs, token_difference
 from benchmarks.capacity import FLAGS, MODEL, existing_folder, geometry_and_flags, random_rotations
-from benchmarks.serving import Client
+from benchmarks.serving import Client, Stream
 from benchmarks.tiny_models import MODELS, VOCABULARY
 from benchmarks.tiny_server import TinyServer, body, plugin_path
 from launch.server import Server
@@ -45,16 +45,21 @@ CHECKED = (70, 300, 1000, 1500)
 ROUNDING = 0.04
 
 
-def times(client: Client) -> Iterator[tuple[str, list[float]]]:
-    """Yields each ``ttft_TxN`` with its first quartile, its median and its third quartile."""
+def rounds(client: Client) -> Iterator[tuple[str, list[Stream]]]:
+    """Yields each ``ttft_TxN`` with the slowest request of each round that counts."""
     client.run([client.prompt("warm", i, 300) for i in range(max(AT_ONCE))], 2)
     for tokens in TOKENS:
         for count in AT_ONCE:
             slowest = []
             for turn in range(BEFORE + ROUNDS):
                 prompts = [client.prompt(f"{tokens}x{count} {turn}", i, tokens) for i in range(count)]
-                slowest.append(1e3 * max(stream.ttft for stream in client.run(prompts, 1)))
-            yield f"ttft_{tokens}x{count}", statistics.quantiles(slowest[BEFORE:], n=4)
+                slowest.append(max(client.run(prompts, 1), key=lambda stream: stream.ttft))
+            yield f"ttft_{tokens}x{count}", slowest[BEFORE:]
+
+
+def quartiles(slowest: Sequence[Stream]) -> list[float]:
+    """Returns the first quartile, the median and the third quartile of the times to the first token, in ms."""
+    return statistics.quantiles([1e3 * stream.ttft for stream in slowest], n=4)
 
 
 def logprobs(folder: Path, flags: tuple[str, ...]) -> list[list[float]]:
@@ -114,7 +119,8 @@ def main() -> None:
                 more = ("--kv-quant", "oscar", "--kv-quant-rotations", str(rotations))
             with Server(args.model, *flags, *own, *more, cpu=False, log_path=folder / f"{name}.log", env=env) as server:
                 client = Client(server, VOCABULARY, geometry.layers)
-                for scenario, (_, ms, _) in times(client):
+                for scenario, slowest in rounds(client):
+                    _, ms, _ = quartiles(slowest)
                     rows.setdefault(scenario, {"scenario": scenario, "unit": "ms"})[name] = round(ms, 3)
                     print(f"{name:12} {scenario:14} {ms:8.2f} ms", flush=True)
         if args.only != "times":

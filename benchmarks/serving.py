@@ -115,15 +115,32 @@ def size(tokens: int) -> str:
 
 @dataclass
 class Stream:
-    """What came back for one request: ``events`` are (seconds, output tokens so far)."""
+    """What came back for one request.
+
+    Attributes:
+        begin: ``time.perf_counter()`` when it was sent.
+        events: (seconds, output tokens so far).
+        forward: the server's seconds since the epoch when its prefill began and when its result was there; None if
+            the server does not say, which it does with ``--enable-metrics``.
+    """
 
     begin: float
     cached: int = 0
     events: list[tuple[float, int]] = field(default_factory=list)
+    forward: tuple[float, float] | None = None
 
     @property
     def ttft(self) -> float:
         return self.events[0][0] - self.begin
+
+    @property
+    def stages(self) -> tuple[float, float, float] | None:
+        """Seconds until the prefill begins, until its result is there, and until the first token is received."""
+        if self.forward is None:
+            return None
+        sent = self.begin + time.time() - time.perf_counter()  # since the epoch, as the server's
+        entered, left = self.forward
+        return entered - sent, left - entered, sent + self.ttft - left
 
     @property
     def tpot(self) -> float:
@@ -225,6 +242,8 @@ class Client:
                             raise Failed(f"the server refused a request: {event['error']}")
                         meta = event["meta_info"]
                         stream.cached = meta.get("cached_tokens", stream.cached)
+                        if "prefill_finished_time" in meta:
+                            stream.forward = meta["forward_entry_time"], meta["prefill_finished_time"]
                         if not stream.events or meta["completion_tokens"] > stream.events[-1][1]:
                             stream.events.append((now, meta["completion_tokens"]))
                 if not stream.events or stream.events[-1][1] != tokens:

@@ -25,14 +25,18 @@ running, queued            the same by the server's metrics, which it updates no
 lost_window_pages          the most window pages at once that running requests read in few bits, not in BF16
 goodput_per_s              requests a second whose whole answer met both limits
 ttft_TxN_ms    with --first-tokens, in row ``first tokens, METHOD``: of N prompts of T tokens on an idle server, see
-                           ``benchmarks/prefill_graphs.py``; the GPU's least, median and largest clock beside it
+                           ``benchmarks/prefill_graphs.py``; beside it the GPU's least, median and largest clock, and
+                           the median ms until the prefill begins, until its result is there, and until the first
+                           token is received (``stages_ms``; each round's in the log folder)
 completed, cut, waited, unsent   requests with a whole answer; cut by the time; of these without a token; never sent
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import shlex
+import statistics
 import sys
 import tempfile
 import time
@@ -52,7 +56,7 @@ from benchmarks.bench_serving.sampler import Sampler
 from benchmarks.bench_serving.tables import FIRST_TOKENS, HEAD, bench_rows, line, markdown
 from benchmarks.bench_serving.workloads import TINY, WORKLOADS, Workload, chosen
 from benchmarks.capacity import MODEL, existing_folder, geometry_and_flags, name_of
-from benchmarks.prefill_graphs import times
+from benchmarks.prefill_graphs import quartiles, rounds
 from benchmarks.serving import Client
 from launch.server import Server, ServerError
 from sglang_kvq.errors import KVQuantError
@@ -125,19 +129,22 @@ def measure(
     }
 
 
-def first_tokens(running: Server, spec: MethodSpec, setup: servers.Setup) -> Row:
+def first_tokens(running: Server, spec: MethodSpec, setup: servers.Setup, folder: Path) -> Row:
     """Returns the row of the times to the first token of short prompts, each on an idle server."""
     label, layers = servers.label(spec, setup), geometry_and_flags(setup.model, setup.layers)[0].layers
-    found, mhz = {}, {}
+    found, mhz, stages = {}, {}, {}
     with Clocks() as clocks:
-        for name, quartiles in times(Client(running, setup.config["vocab_size"], layers)):
-            found[name], mhz[name] = quartiles, clocks.take()
+        for name, slowest in rounds(Client(running, setup.config["vocab_size"], layers)):
+            found[name], mhz[name] = quartiles(slowest), clocks.take()
+            stages[name] = [[round(1e3 * each, 2) for each in stream.stages or ()] for stream in slowest]
+    (folder / f"first_tokens_{spec.slug}.json").write_text(json.dumps(stages))
     return {
         "scenario": name_of(setup.model, setup.layers, f"{FIRST_TOKENS}{label}"),
         "unit": "ms",
         "method": label,
         **{f"{name}_ms": round(median, 2) for name, (_, median, _) in found.items()},
         "quartiles_ms": {name: [round(low, 2), round(high, 2)] for name, (low, _, high) in found.items()},
+        "stages_ms": {name: [round(statistics.median(each), 2) for each in zip(*of)] for name, of in stages.items()},
         "sm_mhz": {name: clock for name, clock in mhz.items() if clock},
         **servers.facts(running, spec),
     }
@@ -250,7 +257,7 @@ def serve(
                 running.drain()
                 print(f"{label}: rehearsed after {time.monotonic() - begin:.0f} s", flush=True)
             if args.first_tokens:
-                record.merge(args.out, "serving", [first_tokens(running, spec, setup)], key="scenario")
+                record.merge(args.out, "serving", [first_tokens(running, spec, setup, folder)], key="scenario")
             print(HEAD, flush=True)
             for workload in wanted:
                 if not fits(workload):

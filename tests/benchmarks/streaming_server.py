@@ -59,12 +59,15 @@ class Handler(BaseHTTPRequestHandler):
         else:
             prompt = sum(len(message["content"].split()) for message in body["messages"])
             asked = body["max_completion_tokens"]
+        begin, prefilled = time.time(), 0.0
         for done in range(1, asked + 1):
             time.sleep(PACE)
+            prefilled = prefilled or time.time()
             ended = done == asked or aborted.is_set()
             if self.path == "/generate":
                 words = " ".join(f"w{n}" for n in range(done))
-                event = {"text": words, "meta_info": {"prompt_tokens": prompt, "completion_tokens": done}}
+                meta = {"prompt_tokens": prompt, "completion_tokens": done, "forward_entry_time": begin}
+                event = {"text": words, "meta_info": {**meta, "prefill_finished_time": prefilled}}
             else:
                 usage = {"prompt_tokens": prompt, "completion_tokens": done}
                 event = {"choices": [{"delta": {"content": f"w{done} "}}], "usage": usage}

@@ -264,6 +264,9 @@ def test_the_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyt
     assert 0 < firsts["ttft_64x1_ms"] < 5000 and firsts["unit"] == "ms"
     low, high = firsts["quartiles_ms"]["ttft_64x1"]
     assert low <= firsts["ttft_64x1_ms"] <= high
+    before, forward, after = firsts["stages_ms"]["ttft_64x1"]
+    assert 10 <= forward < 1000 and before > 0 and after > 0  # a token of this server takes 10 ms
+    assert before + forward + after == pytest.approx(firsts["ttft_64x1_ms"], rel=0.5)
     found = {row["workload"]: row for row in rows}
     assert list(found) == ["200", "mix"] and started == ["none", "none"]
     assert found["200"]["output_tokens"] == 72 and found["mix"]["output_tokens"] == 72 + 27 + 54
