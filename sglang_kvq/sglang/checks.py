@@ -292,10 +292,12 @@ def check_mixed(server_args: ServerArgs, model: ModelConfig) -> None:
         raise KVQuantError(f"--enable-mixed-chunk: mixed batches of {beside} were not tried; leave the flag out.")
 
 
-def check_named_model(values: Mapping[str, Any], config: KVQuantConfig) -> None:
+def check_named_model(values: Mapping[str, Any], config: KVQuantConfig) -> ModelConfig | None:
     """``check_model`` before SGLang settles the other flags: for some models it would stop at one that we set.
 
-    A model that cannot be looked at yet is left to SGLang, which reports why, and to ``check_resolved``.
+    Returns:
+        The model; None if it cannot be looked at yet, which is left to SGLang, which reports why, and to
+        ``check_resolved``.
 
     Raises:
         KVQuantError: as ``check_model``.
@@ -311,8 +313,9 @@ def check_named_model(values: Mapping[str, Any], config: KVQuantConfig) -> None:
             **given,
         )
     except Exception:  # SGLang itself reads the same config a moment later, with every setting
-        return
+        return None
     check_model(model, config)
+    return model
 
 
 def check_model(model: ModelConfig, config: KVQuantConfig) -> None:

@@ -98,6 +98,15 @@ def model_config(server_args: ServerArgs) -> ModelConfig:
     return server_args.get_model_config()
 
 
+def gpu_memory() -> float | None:
+    """Returns the MiB of the smallest NVIDIA GPU as SGLang counts them; None without one."""
+    try:
+        found: float | None = import_module("sglang.srt.utils.common").get_device_memory_capacity("cuda")
+    except (RuntimeError, ValueError):  # SGLang stops at it a moment later
+        return None
+    return found
+
+
 def attention_backend(device: str) -> str:
     """The SGLang backend name that ours is registered under."""
     return "torch_native" if device == "cpu" else "triton"

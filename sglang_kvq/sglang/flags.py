@@ -12,10 +12,11 @@ from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.methods import METHOD_NAMES, Method, get_method
 from sglang_kvq.methods.base import PLANE_BITS
+from sglang_kvq.rotations.identity import cached_layers
 from sglang_kvq.sglang import compat
 from sglang_kvq.sglang.router import flags as episodic_flags
 from sglang_kvq.sglang.runtime import CLI_ATTRIBUTE, attach
-from sglang_kvq.sglang.types import Original, ServerArgs
+from sglang_kvq.sglang.types import ModelConfig, Original, ServerArgs
 
 #: Flag (as an attribute name) and the ``KVQuantConfig`` field that it sets.
 FIELDS = {
@@ -32,6 +33,9 @@ FIELDS = {
     "kv_quant_bits": "bits",
     "kv_quant_seed": "seed",
 }
+#: Requests of the largest decode batch in a CUDA graph, on GPUs of at least so many MiB: for smaller ones SGLang keeps
+#: graphs few.
+DECODE_GRAPHS, _MEMORY = 1024, 60 * 1024
 #: Paths whose requests are not logged, unless ``--uvicorn-access-log-exclude-prefixes`` names others.
 UNLOGGED = ("/metrics", "/health")
 DEFAULTS = {field.name: field.default for field in fields(KVQuantConfig) if field.default is not MISSING}
@@ -170,7 +174,25 @@ def parse_config(values: Mapping[str, Any]) -> KVQuantConfig | None:
     return KVQuantConfig(**given, episodic=episodic)
 
 
-def complete(values: MutableMapping[str, Any], config: KVQuantConfig, device: str) -> None:
+def decode_graphs(values: Mapping[str, Any], model: ModelConfig | None) -> int | None:
+    """Returns the largest decode batch that CUDA graphs are captured of; None leaves it to SGLang.
+
+    SGLang captures as many requests as a BF16 cache holds: 256 on a GPU of 80 GB. A quantized cache runs more at once,
+    and a step outside a graph waits for the host's launches.
+    """
+    named = ("cuda_graph_max_bs_decode", "cuda_graph_bs_decode", "speculative_algorithm", "enable_dp_attention")
+    if any(values.get(name) for name in named) or values.get("moe_a2a_backend") not in (None, "none"):
+        return None  # named by the user, or buffers grow with the batch
+    if model is None or len(cached_layers(model.hf_config)) < model.num_hidden_layers:
+        return None  # SGLang's buffers for windows grow with the batch, and recurrent states bound it
+    if (compat.gpu_memory() or 0) < _MEMORY:
+        return None
+    return min(DECODE_GRAPHS, values.get("max_running_requests") or DECODE_GRAPHS)
+
+
+def complete(
+    values: MutableMapping[str, Any], config: KVQuantConfig, device: str, model: ModelConfig | None = None
+) -> None:
     """Sets the SGLang settings that ``--kv-quant`` implies. ``checks.check_flags`` has refused other choices."""
     values["page_size"] = PAGE_SIZE
     values["attention_backend"] = compat.attention_backend(device)
@@ -180,6 +202,8 @@ def complete(values: MutableMapping[str, Any], config: KVQuantConfig, device: st
     if config.capture or "breakable" not in compat.prefill_graphs(device):
         values["disable_prefill_cuda_graph"] = True
         values["cuda_graph_backend_prefill"] = None
+    if device == "cuda" and (most := decode_graphs(values, model)) is not None:
+        values["cuda_graph_max_bs_decode"] = most
     # Else every scrape and every probe is a line of the log.
     values["uvicorn_access_log_exclude_prefixes"] = values.get("uvicorn_access_log_exclude_prefixes") or [*UNLOGGED]
 
@@ -198,8 +222,7 @@ def prepare(values: MutableMapping[str, Any]) -> KVQuantConfig | None:
     if config is not None:
         device = checks.device_of(values)
         checks.check_flags(values, device)
-        checks.check_named_model(values, config)
-        complete(values, config, device)
+        complete(values, config, device, checks.check_named_model(values, config))
     return config
 
 

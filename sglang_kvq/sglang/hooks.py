@@ -139,6 +139,7 @@ _MAIN: tuple[Hook, ...] = (
     read("entrypoints.http_server.app", "/v1/sessions"),
     # Facts about the device and the model
     call("utils.common.get_device(device_id)", "which device SGLang will choose"),
+    call("utils.common.get_device_memory_capacity(device)", "how large decode batches in graphs may be"),
     call("configs.hybrid_arch.mambaish_config(model_config)", "recognises models with recurrent state"),
     read("configs.model_config.AttentionArch.MHA", "recognises MLA"),
     call("configs.model_config.is_minimax_sparse(config)", "recognises sparse attention"),

@@ -2,6 +2,7 @@
 
 import argparse
 import pickle
+from types import SimpleNamespace
 
 import pytest
 
@@ -130,6 +131,58 @@ def test_prefill_graphs_are_those_between_which_attention_runs(device):
     values = {"kv_quant": "hadamard"}
     flags.complete(values, KVQuantConfig("hadamard", capture="/tmp:1:0"), device)
     assert values["disable_prefill_cuda_graph"]  # a calibration would count made-up batches
+
+
+class _Model:
+    """An SGLang ModelConfig's part that counts layers."""
+
+    num_hidden_layers = 4
+
+    def __init__(self, *kinds: str) -> None:
+        self.hf_config = SimpleNamespace(num_hidden_layers=4, layer_types=list(kinds) or None)
+
+
+def test_decode_graphs_hold_what_a_quantized_cache_runs(monkeypatch):
+    """On a large GPU, unless the user says otherwise or buffers grow with the batch."""
+    monkeypatch.setattr(compat, "gpu_memory", lambda: 81559.0)
+
+    def largest(model=None, device="cuda", **given):
+        values = {"kv_quant": "int2", "cuda_graph_max_bs_decode": None, "max_running_requests": None, **given}
+        flags.complete(values, KVQuantConfig("int2"), device, model)
+        return values["cuda_graph_max_bs_decode"]
+
+    full = _Model()
+    assert largest(full) == 1024
+    assert largest(full, max_running_requests=300) == 300 and largest(full, max_running_requests=5000) == 1024
+    assert largest(full, cuda_graph_max_bs_decode=64) == 64
+    assert largest(full, moe_a2a_backend="none") == 1024
+    for given in (
+        {"cuda_graph_bs_decode": [1, 2]},
+        {"speculative_algorithm": "NGRAM"},
+        {"enable_dp_attention": True},
+        {"moe_a2a_backend": "deepep"},
+        {"device": "cpu"},
+    ):
+        assert largest(full, **given) is None, given
+    assert largest(None) is None  # not looked at yet
+    assert largest(_Model(*["full_attention", "sliding_attention"] * 2)) is None
+    assert largest(_Model(*["full_attention"] * 4)) == 1024
+    for memory in (24564.0, 46068.0, None):
+        monkeypatch.setattr(compat, "gpu_memory", lambda: memory)  # noqa: B023
+        assert largest(full) is None
+
+
+def test_gpu_memory_is_what_sglang_counts(monkeypatch):
+    from sglang.srt.utils import common
+
+    monkeypatch.setattr(common, "get_device_memory_capacity", lambda device: {"cuda": 81559.0}[device])
+    assert compat.gpu_memory() == 81559.0
+
+    def without(device):
+        raise RuntimeError("nvidia-smi not found.")
+
+    monkeypatch.setattr(common, "get_device_memory_capacity", without)
+    assert compat.gpu_memory() is None
 
 
 def test_scrapes_and_probes_are_not_logged_unless_other_paths_are_named(command_line):
