@@ -1,12 +1,20 @@
-"""FlashInfer's attention at the same shapes, timed in the same run; None where it is not installed."""
+"""Others' attention at the same shapes, timed in the same run: FlashInfer, and FlashAttention 3 for prefill.
+
+None where neither is installed.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
+from sglang_kvq.attention import fa3
+
 PAGE = 64  # shuffled pages of the size ours have
+#: The name of FlashAttention 3 among FlashInfer's backends.
+FA3 = "FlashAttention 3"
 DTYPES = (torch.bfloat16, torch.float8_e4m3fn)  # of its cache
 
 
@@ -56,19 +64,32 @@ def prefill_us(
     context: int,
     kv_heads: int,
     batch: int = 1,
-    backends: tuple[str, ...] = ("auto",),
+    backends: tuple[str, ...] = ("auto", FA3),
 ) -> float | None:
-    """Causal prefill of q BF16 ``[batch * new, q_heads, D]``, the last tokens of ``context`` each, by the fastest."""
-    if version() is None:
-        return None
-    import flashinfer
+    """Causal prefill of q BF16 ``[batch * new, q_heads, D]``, the last tokens of ``context`` each, by the fastest.
 
+    Args:
+        backends: FlashInfer's names, and ``FA3``; those that this host lacks are left out.
+    """
     tokens, q_heads, d = q.shape
     k, v = (torch.empty(batch * context, kv_heads, d, dtype=torch.bfloat16, device="cuda").normal_() for _ in range(2))
-    bounds = [torch.arange(batch + 1, dtype=torch.int32, device="cuda") * n for n in (tokens // batch, context)]
+    bounds = [torch.arange(batch + 1, dtype=torch.int32) * n for n in (tokens // batch, context)]
+    how = {"causal": True, "sm_scale": d**-0.5, "q_data_type": torch.bfloat16, "kv_data_type": torch.bfloat16}
     times = []
-    for backend in backends:
-        wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(_workspace(), "NHD", backend=backend)
-        wrapper.plan(*bounds, q_heads, kv_heads, d, causal=True, q_data_type=torch.bfloat16)
+    for library, backend in _prefill_libraries(q.device, d, backends):
+        wrapper = library.BatchPrefillWithRaggedKVCacheWrapper(_workspace(), "NHD", backend=backend)
+        wrapper.plan(*bounds, q_heads, kv_heads, d, **how)
         times.append(timer(lambda: wrapper.run(q, k, v)))  # noqa: B023
-    return min(times)
+    return min(times, default=None)
+
+
+def _prefill_libraries(device: torch.device, head_dim: int, backends: tuple[str, ...]) -> Iterator[tuple[Any, str]]:
+    """Yields the libraries that this host has, with the names of their backends."""
+    if version() is not None:
+        import flashinfer
+
+        yield from ((flashinfer, backend) for backend in backends if backend != FA3)
+    try:
+        yield from ((fa3.load(device, head_dim)[0], backend) for backend in backends if backend == FA3)
+    except RuntimeError:
+        return

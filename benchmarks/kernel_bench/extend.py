@@ -13,6 +13,7 @@ from benchmarks.kernel_bench.rows import row_of
 from benchmarks.kernel_bench.shapes import ANY_EXTEND, KV_HEADS, Q_HEADS, D, ShortShape, checked, make_pool
 from benchmarks.kernel_bench.timer import Timer
 from sglang_kvq.attention.base import ExtendBatch, LayerRotations
+from sglang_kvq.attention.fa3 import FlashAttention3
 from sglang_kvq.attention.ragged import RaggedPrefill
 from sglang_kvq.attention.reference import ReferenceOps
 from sglang_kvq.attention.triton_ops import TritonOps
@@ -37,7 +38,7 @@ EXTEND_LAUNCHES = [
 
 
 def extend_rows(timer: Timer, prefill: RaggedPrefill | None) -> Iterator[dict]:
-    """Prefill chunks over quantized prefixes, all with FlashInfer if it is given; context counts both."""
+    """Prefill chunks over quantized prefixes, all with a library if it is given; context counts both."""
     if prefill:
         prefill.suits = lambda new_lens: True
     for prefix, new in EXTEND:
@@ -54,7 +55,8 @@ def extend_rows(timer: Timer, prefill: RaggedPrefill | None) -> Iterator[dict]:
         us = timer(run)
         flops = 4 * Q_HEADS * D * (new * prefix + new * (new + 1) / 2)
         theirs = baseline.prefill_us(timer, q, prefix + new, KV_HEADS)
-        name = "extend (flashinfer)" if ops._extend_plans.slabs is None else "extend (triton)"
+        library = "fa3" if prefill and isinstance(prefill.library, FlashAttention3) else "flashinfer"
+        name = f"extend ({library if ops._extend_plans.slabs is None else 'triton'})"
         yield row_of(
             name, 1, prefix + new, us, theirs, error, None, new_tokens=new, tflop_per_s=round(flops / us / 1e6)
         )
@@ -68,7 +70,7 @@ def short_rows(timer: Timer, prefill: RaggedPrefill | None) -> Iterator[dict]:
         before, _ = shape.measure(timer, None, prefill)
         q, plan = shape.q, shape.plan_us()
         del shape
-        theirs = baseline.prefill_us(timer, q, prefix + new, KV_HEADS, batch, BACKENDS)
+        theirs = baseline.prefill_us(timer, q, prefix + new, KV_HEADS, batch, (*BACKENDS, baseline.FA3))
         flops = 4 * Q_HEADS * D * batch * (new * prefix + new * (new + 1) / 2)
         more = {"new_tokens": new, "tflop_per_s": round(flops / ours / 1e6), "host_plan_us": round(plan)}
         more |= {"dequantized_first_us": round(before, 2), "ratio_dequantized_first": round(before / ours, 3)}

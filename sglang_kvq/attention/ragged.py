@@ -1,4 +1,5 @@
-"""Long prefill chunks through FlashInfer: each BF16 prefix is followed by its new tokens, in one ragged buffer.
+"""Long prefill chunks through FlashAttention 3 or FlashInfer: each BF16 prefix is followed by its new tokens, in one
+ragged buffer.
 
     request i:  [prefix_i; new_i]      causal attention aligns the last tokens of both sides
 
@@ -19,7 +20,9 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
+from sglang_kvq.attention import fa3
 from sglang_kvq.attention.base import ExtendBatch
+from sglang_kvq.attention.fa3 import FlashAttention3
 from sglang_kvq.cache.transfer import upload
 from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.kernels.decode.learned_sinks import scale_by_sinks
@@ -27,10 +30,11 @@ from sglang_kvq.kernels.extend.gather_pages import PageRead
 
 #: The head_dims that the cache serves and FlashInfer's prefill kernels are built for.
 HEAD_DIMS = (64, 128, 256)
+#: Bytes of FlashInfer's own workspace.
+FLOAT_WORKSPACE = 256 << 20
 #: With fewer new tokens per request (mean) or in total, our own kernel serves, which needs no plan. From here on
 #: FlashInfer is faster: 136 us against 175 us for 128 tokens after 8,192 (benchmarks/results/kernels_h200.json).
 LEAST_PER_REQUEST, LEAST_TOKENS = 64, 64
-FLOAT_WORKSPACE = 256 << 20
 #: Most stored prefixes in BF16 per call, in bytes and in tokens. Larger calls fill the GPU better and leave fewer
 #: results to merge. A prefill allocates only what it needs.
 WORKSPACE_BYTES, WORKSPACE_TOKENS = 256 << 20, 1 << 17
@@ -205,25 +209,27 @@ class PlannedCall:
 
 @dataclass
 class RaggedPrefill:
-    """FlashInfer's ragged prefill over the two-tier cache.
+    """A library's ragged prefill over the two-tier cache.
 
     Args:
-        library: the ``flashinfer`` module, or a stand-in with the three names used here.
+        library: the ``flashinfer`` module, or what has its two names used here, as ``fa3.FlashAttention3``.
         capacity: tokens of the BF16 workspace.
         choose: returns FlashInfer's name of the backend for a call.
+        float_workspace: bytes of the library's own workspace on a GPU.
     """
 
-    library: ModuleType
+    library: ModuleType | FlashAttention3
     q_heads: int
     kv_heads: int
     head_dim: int
     device: torch.device
     capacity: int
     choose: Callable[[Call], str] = lambda call: "auto"
+    float_workspace: int = FLOAT_WORKSPACE
     wrappers: dict[str, list[_Wrapper]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        size = FLOAT_WORKSPACE if self.device.type == "cuda" else 1
+        size = self.float_workspace if self.device.type == "cuda" else 1
         sms = torch.cuda.get_device_properties(self.device).multi_processor_count if self.device.type == "cuda" else 2
         self._least_tiles = -(-2 * sms // self.q_heads)
         self._floats = torch.empty(size, dtype=torch.uint8, device=self.device)
@@ -337,58 +343,98 @@ def _append(stored: torch.Tensor, call: Call, positions: torch.Tensor, new: torc
 def load(
     q_heads: int, kv_heads: int, head_dim: int, device: torch.device, capacity: int
 ) -> tuple[RaggedPrefill | None, str]:
-    """Returns FlashInfer's prefill if this host has it, and one line that says what is used and why.
+    """Returns the fastest prefill that works on this host, and one line that says what is used and why.
 
     It builds and runs the kernels once here. On a host that cannot build them, the server must say so at
     start and use our kernel.
     """
     if device.type != "cuda":
         return None, "triton (no GPU)"
+    reasons = []
+    libraries = (("FlashAttention 3", fa3.load, 0), ("FlashInfer", _flashinfer, FLOAT_WORKSPACE))
+    for title, find, workspace in libraries:
+        begin = time.monotonic()
+        try:
+            library, name = find(device, head_dim)
+            prefill = RaggedPrefill(
+                library, q_heads, kv_heads, head_dim, device, capacity, float_workspace=max(workspace, 1)
+            )
+            _try(prefill)
+        except Exception as error:  # whatever building and launching foreign kernels can raise
+            reasons.append(f"{title}: {(str(error).strip().splitlines() or [type(error).__name__])[-1]}")
+            continue
+        seconds = time.monotonic() - begin
+        return prefill, (
+            f"{name} for chunks of {LEAST_TOKENS} tokens and more, else triton; {capacity:,} tokens of workspace, "
+            f"{capacity * kv_heads * head_dim * 4 >> 20} MiB (ready in {seconds:.0f} s)"
+            + "".join(f"; {reason}" for reason in reasons)
+        )
+    return None, f"triton ({'; '.join(reasons)})"
+
+
+def _flashinfer(device: torch.device, head_dim: int) -> tuple[ModuleType, str]:
+    """Returns FlashInfer with its name and version.
+
+    Raises:
+        RuntimeError: it has no kernels for these heads.
+        ImportError: it is not installed.
+    """
     if head_dim not in HEAD_DIMS:
-        return None, f"triton (FlashInfer has no kernels for heads of {head_dim})"
-    try:
-        import flashinfer
-    except ImportError:
-        return None, "triton (FlashInfer is not installed)"
-    begin = time.monotonic()
-    try:
-        prefill = RaggedPrefill(flashinfer, q_heads, kv_heads, head_dim, device, capacity)
-        _try(prefill)
-    except Exception as error:  # whatever building and launching foreign kernels can raise
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[-1]
-        return None, f"triton (FlashInfer {flashinfer.__version__} does not work here: {reason})"
-    backend = getattr(prefill.wrappers["auto"][0].wrapper, "_backend", "auto")
-    seconds = time.monotonic() - begin
-    return prefill, (
-        f"flashinfer {flashinfer.__version__} {backend} for chunks of {LEAST_TOKENS} tokens and more, else triton; "
-        f"{capacity:,} tokens of workspace, {capacity * kv_heads * head_dim * 4 >> 20} MiB (ready in {seconds:.0f} s)"
-    )
+        raise RuntimeError(f"no kernels for heads of {head_dim}")
+    import flashinfer
+
+    return flashinfer, f"FlashInfer {flashinfer.__version__}"
+
+
+#: Stored and new tokens of the requests with which a library is tried, and the workspace: the first prefix takes two
+#: calls, and the first call has both requests.
+_TRIED, _TRIED_IN = ((9 * PAGE_SIZE, PAGE_SIZE), (PAGE_SIZE + 6, PAGE_SIZE + 16)), 8 * PAGE_SIZE
 
 
 def _try(prefill: RaggedPrefill) -> None:
-    """Checks a prefix that takes two calls and a merge, with sinks: all scores are 0 and all values 1."""
-    old = prefill.capacity
-    prefill.capacity = 2 * PAGE_SIZE
-    stored, new, sink = 3 * PAGE_SIZE, PAGE_SIZE, 5.0
-    none = torch.empty(0, dtype=torch.int64)
-    batch = ExtendBatch(none, [stored], [new], none, none)
-    q, k = (
-        torch.zeros(new, heads, prefill.head_dim, dtype=torch.bfloat16, device=prefill.device)
-        for heads in (prefill.q_heads, prefill.kv_heads)
-    )
-    sinks = torch.full((prefill.q_heads,), sink, device=prefill.device)
-    out = torch.empty_like(q)
+    """Compares two requests' attention with plain attention: two calls, a merge, sinks.
+
+    Raises:
+        RuntimeError: they differ by more than rounding.
+    """
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(tokens: int, heads: int) -> torch.Tensor:
+        x = torch.rand(tokens, heads, prefill.head_dim, generator=generator) * 2 - 1
+        return x.to(prefill.device, torch.bfloat16)
+
+    prefixes, news = (list(lens) for lens in zip(*_TRIED))
+    q = draw(sum(news), prefill.q_heads)
+    stored, new = ([[draw(n, prefill.kv_heads) for _ in "kv"] for n in lens] for lens in (prefixes, news))
+    # As large as a log-sum-exp of these scores, so that one in another base is found.
+    sinks = torch.full((prefill.q_heads,), 5.0, device=prefill.device)
+    none, out = torch.empty(0, dtype=torch.int64), torch.empty_like(q)
 
     def gather(keys: torch.Tensor, values: torch.Tensor, pages: torch.Tensor) -> None:
-        keys.zero_()
-        values.fill_(1)
+        for request, index, first, count in pages.tolist():
+            of, at = slice(first, first + count), slice(index * PAGE_SIZE, index * PAGE_SIZE + count)
+            keys[of], values[of] = (x[at] for x in stored[request])
 
+    capacity, prefill.capacity = prefill.capacity, _TRIED_IN
     try:
-        prefill.run(prefill.plan(batch, 1.0), q, k, torch.ones_like(k), gather, out, sinks)
+        calls = prefill.plan(ExtendBatch(none, prefixes, news, none, none), prefill.head_dim**-0.5)
+        k, v = (torch.cat([each[i] for each in new]) for i in (0, 1))
+        prefill.run(calls, q, k, v, gather, out, sinks)
     finally:
-        prefill.capacity = old
-    keys = torch.arange(stored + 1, stored + new + 1, device=prefill.device)
-    wanted = keys / (keys + math.exp(sink))
-    error = float((out.float() - wanted[:, None, None]).abs().max())
+        prefill.capacity = capacity
+    whole = [[torch.cat(parts) for parts in zip(old, own)] for old, own in zip(stored, new)]
+    wanted = [_attention(queries, k, v, sinks) for queries, (k, v) in zip(q.split(news), whole)]
+    error = float((out.float() - torch.cat(wanted)).abs().max())
     if not error <= 0.02:
-        raise RuntimeError(f"its attention is off by {error:.3f}, for values of 1")
+        raise RuntimeError(f"its attention is off by {error:.3f}, for values up to 1")
+
+
+def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+    """Returns causal attention of the last tokens in float32, by definition."""
+    group = q.shape[1] // k.shape[1]
+    keys, values = (x.float().repeat_interleave(group, 1) for x in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q.float(), keys) * q.shape[2] ** -0.5
+    seen = torch.ones(len(q), len(k), dtype=torch.bool, device=q.device).tril(len(k) - len(q))
+    scores = scores.masked_fill(~seen, -math.inf)
+    weights = torch.cat([scores, sinks[:, None, None].expand(-1, len(q), 1)], 2).softmax(2)[:, :, :-1]
+    return torch.einsum("hqk,khd->qhd", weights, values)

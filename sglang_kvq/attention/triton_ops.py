@@ -67,7 +67,7 @@ class TritonOps(AttentionOps):
         max_batch: the most requests in one decode batch; ``reserve`` raises it.
         slab_tokens: stored tokens that prefill dequantizes at a time; None for ``ragged.workspace_tokens``.
         launch: launch parameters of the decode kernel; None chooses by geometry.
-        prefill: FlashInfer's attention for long chunks (``ragged.load``); None uses our own for all.
+        prefill: a library's attention for long chunks (``ragged.load``); None uses our own for all.
         short: chooses the batches for the kernel that reads stored pages directly; None chooses none.
     """
 
@@ -267,7 +267,7 @@ class TritonOps(AttentionOps):
         if self.short is not None and self._is_short(layer, plans, self.short):
             self._extend_short(layer, out, q, k, v, plans, self.short, scale, sinks)
         elif self.prefill is not None and self.prefill.suits(batch.new_lens):
-            self._extend_flashinfer(layer, out, q, k, v, plans, self.prefill, scale, sinks)
+            self._extend_ragged(layer, out, q, k, v, plans, self.prefill, scale, sinks)
         else:
             self._extend_slabs(layer, out, q, k, v, plans, scale, sinks)
         return out
@@ -311,7 +311,7 @@ class TritonOps(AttentionOps):
         if plan.partials:
             merge_splits(out, partial, lse, plan.spans, least=2, sinks=sinks)
 
-    def _extend_flashinfer(
+    def _extend_ragged(
         self,
         layer: int,
         out: torch.Tensor,
@@ -323,7 +323,7 @@ class TritonOps(AttentionOps):
         scale: float,
         sinks: torch.Tensor | None,
     ) -> None:
-        """Dequantizes prefixes, then attends with FlashInfer."""
+        """Dequantizes prefixes, then attends with a library."""
         if plans.calls is None:
             plans.calls = prefill.plan(plans.batch, scale)
 

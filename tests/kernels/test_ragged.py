@@ -1,14 +1,16 @@
-"""Prefill through FlashInfer: its plan, the whole path over a stand-in, and FlashInfer itself on a GPU."""
+"""Prefill through FlashAttention 3 or FlashInfer: the plan, the path over stand-ins, and the libraries on a GPU."""
 
 from __future__ import annotations
 
 import random
-from types import SimpleNamespace
+import sys
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 
-from sglang_kvq.attention import ragged
+from sglang_kvq.attention import fa3, ragged
+from sglang_kvq.attention.fa3 import FlashAttention3
 from sglang_kvq.attention.ragged import RaggedPrefill, plan_calls
 from sglang_kvq.attention.triton_ops import TritonOps
 from sglang_kvq.constants import PAGE_SIZE
@@ -61,6 +63,33 @@ def merge_state_in_place(v, s, v_other, s_other):
 
 
 STANDIN = SimpleNamespace(BatchPrefillWithRaggedKVCacheWrapper=Wrapper, merge_state_in_place=merge_state_in_place)
+LN2 = torch.log(torch.tensor(2.0))
+
+
+def attend(
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *,
+    softmax_scale, causal, out=None, return_softmax_lse=False,
+):  # fmt: skip
+    """FlashAttention 3 in plain torch: its log-sum-exp has heads first and base e."""
+    assert cu_seqlens_q.diff().max() == max_seqlen_q and cu_seqlens_k.diff().max() == max_seqlen_k
+    wrapper = Wrapper(q, "NHD", "")
+    heads = (q.shape[1], k.shape[1], q.shape[2])
+    how = {"causal": causal, "sm_scale": softmax_scale, "q_data_type": q.dtype, "kv_data_type": k.dtype}
+    wrapper.plan(cu_seqlens_q, cu_seqlens_k, *heads, **how)
+    out, lse = wrapper.run(q, k, v, out, return_lse=True)
+    return (out, lse.T.contiguous() * LN2) if return_softmax_lse else out
+
+
+def merge_state(v_a, s_a, v_b, s_b, v_merged, s_merged):
+    """SGLang's merge, base e; a log-sum-exp that it writes over the one that it reads would be wrong on a GPU."""
+    assert s_merged.data_ptr() not in (s_a.data_ptr(), s_b.data_ptr()) and s_a.is_contiguous() and s_b.is_contiguous()
+    top = torch.maximum(s_a, s_b)
+    a, b = torch.exp(s_a - top), torch.exp(s_b - top)
+    v_merged.copy_((v_a * a[..., None] + v_b * b[..., None]) / (a + b)[..., None])
+    s_merged.copy_(top + torch.log(a + b))
+
+
+FA3_STANDIN = FlashAttention3(attend, merge_state)
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -130,10 +159,17 @@ def test_extend_over_a_standin_agrees_with_the_reference(any_length, lens, capac
     compare(HEADS[1], lens, capacity, STANDIN, "cpu")
 
 
-@pytest.mark.skipif(ON_GPU, reason="the stand-in computes on a CPU; FlashInfer itself is tested instead")
-def test_a_prefix_of_many_workspaces(any_length):
+@pytest.mark.skipif(ON_GPU, reason="the stand-in computes on a CPU; the libraries are tested instead")
+@pytest.mark.parametrize("library", [STANDIN, FA3_STANDIN], ids=["FlashInfer", "FlashAttention 3"])
+def test_a_prefix_of_many_workspaces(any_length, library):
     """Beside a request that takes part in few of the calls, and one that has no prefix."""
-    compare(HEADS[0], [(64 * 9, 20), (0, 3), (64 * 4 + 5, 20)], 64, STANDIN, "cpu")
+    compare(HEADS[0], [(64 * 9, 20), (0, 3), (64 * 4 + 5, 20)], 64, library, "cpu")
+
+
+@pytest.mark.skipif(ON_GPU, reason="the stand-in computes on a CPU; the libraries are tested instead")
+@pytest.mark.parametrize("lens", [[(0, 70), (0, 9)], [(64 * 3, 20), (130, 33)]], ids=["new", "cached"])
+def test_extend_over_flash_attention_3_agrees_with_the_reference(any_length, lens):
+    compare(HEADS[1], lens, 32768, FA3_STANDIN, "cpu")
 
 
 @pytest.mark.parametrize(
@@ -170,6 +206,82 @@ def test_what_is_used_is_said():
     assert prefill is None and used.startswith("triton (") and "96" in used
 
 
+@pytest.fixture
+def host(monkeypatch):
+    """Makes a host with a GPU of a capability and these libraries, and says what it uses."""
+
+    def make(capability: tuple[int, int], **libraries: ModuleType) -> str:
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        for name in ("sgl_kernel", "sgl_kernel.flash_attn", "flashinfer"):
+            monkeypatch.setitem(sys.modules, name, libraries.get(name.replace(".", "_")))  # None cannot be imported
+        make_prefill = RaggedPrefill
+        monkeypatch.setattr(
+            ragged,
+            "RaggedPrefill",
+            lambda library, *heads, float_workspace: make_prefill(library, *heads[:3], torch.device("cpu"), heads[4]),
+        )
+        prefill, used = ragged.load(4, 2, 64, torch.device("cuda"), 4096)
+        monkeypatch.setattr(ragged, "RaggedPrefill", make_prefill)
+        assert (prefill is None) == used.startswith("triton")
+        return used
+
+    return make
+
+
+def module(name: str, **members: object) -> ModuleType:
+    made = ModuleType(name)
+    vars(made).update(members)
+    return made
+
+
+@pytest.mark.skipif(ON_GPU, reason="the stand-ins compute on a CPU")
+def test_the_fastest_library_that_works_is_used(host):
+    """And the line in the log says what was tried before it, and why it is not used."""
+    sgl = {
+        "sgl_kernel": module("sgl_kernel", __version__="0.4.10", merge_state_v2=merge_state),
+        "sgl_kernel_flash_attn": module("sgl_kernel.flash_attn", flash_attn_varlen_func=attend),
+    }
+    infer = {"flashinfer": module("flashinfer", __version__="0.7.2", **vars(STANDIN))}
+    used = host((9, 0), **sgl, **infer)
+    assert used.startswith("FlashAttention 3 of sgl_kernel 0.4.10 for chunks of 64 tokens") and "FlashInfer" not in used
+    used = host((8, 0), **sgl, **infer)
+    assert used.startswith("FlashInfer 0.7.2 for chunks") and used.endswith("FlashAttention 3: for Hopper GPUs only")
+    wrong = module("sgl_kernel.flash_attn", flash_attn_varlen_func=lambda *a, **k: attend(*a, **{**k, "causal": False}))
+    used = host((9, 0), **{**sgl, "sgl_kernel_flash_attn": wrong}, **infer)
+    assert used.startswith("FlashInfer 0.7.2") and "FlashAttention 3: its attention is off by" in used
+    used = host((9, 0), **infer)
+    assert used.startswith("FlashInfer 0.7.2") and "FlashAttention 3: sgl_kernel has none" in used
+    used = host((9, 0))
+    assert (
+        used.startswith("triton (FlashAttention 3: sgl_kernel has none") and "FlashInfer: import of flashinfer" in used
+    )
+
+
+def test_heads_of_flash_attention_3(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    with pytest.raises(RuntimeError, match="no kernels for heads of 112"):
+        fa3.load(torch.device("cuda"), 112)
+
+
+def library_on_this_gpu(name: str):
+    """Returns a library; skips the test without it."""
+    if name == "FlashInfer":
+        return pytest.importorskip("flashinfer")
+    try:
+        return fa3.load(torch.device("cuda"), 128)[0]
+    except RuntimeError as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.gpu
+def test_flash_attention_3_agrees_with_the_reference(any_length):
+    """Heads of 128, which it has on every Hopper GPU: new tokens alone, prefixes of one call and of several."""
+    library = library_on_this_gpu("FlashAttention 3")
+    for lens in BATCHES.values():
+        for capacity in (192, 32768):
+            compare(HEADS[1], lens, capacity, library, "cuda")
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("capacity", [192, 32768])
 @pytest.mark.parametrize("lens", BATCHES.values(), ids=BATCHES)
@@ -189,8 +301,9 @@ def test_flashinfer_over_many_calls(any_length, backend):
 
 
 @pytest.mark.gpu
-def test_planning_and_running_never_wait_for_the_device(any_length):
-    library = pytest.importorskip("flashinfer")
+@pytest.mark.parametrize("name", ["FlashInfer", "FlashAttention 3"])
+def test_planning_and_running_never_wait_for_the_device(any_length, name):
+    library = library_on_this_gpu(name)
     heads = HEADS[1]
     scene = make_scene(heads, [500, 64, 0])
     rows = torch.arange(1, 4, device="cuda")
