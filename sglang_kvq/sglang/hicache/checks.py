@@ -79,7 +79,11 @@ def check_resolved(server_args: ServerArgs, config: KVQuantConfig, model: ModelC
     from sglang.srt.configs.hybrid_arch import mambaish_config
 
     for wrong, why in (
-        (mambaish_config(model) is not None, "this model's recurrent states are not moved to the host yet"),
+        (
+            mambaish_config(model) is not None,
+            "SGLang answers wrongly when recurrent states come back from the host (its issue 39830); leave out "
+            "--enable-hierarchical-cache",
+        ),
         (
             model.is_hybrid_swa and compat.resolved(server_args, "hicache_storage_backend") is not None,
             f"{WINDOWS_STORED}; leave out --hicache-storage-backend",

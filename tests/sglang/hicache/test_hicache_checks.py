@@ -82,7 +82,7 @@ def resolved(monkeypatch):
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
-        ({"states": True}, "recurrent states are not moved"),
+        ({"states": True}, "when recurrent states come back from the host .* leave out --enable-hierarchical-cache"),
         ({"is_hybrid_swa": True, "hicache_storage_backend": "file"}, "windows without a checksum"),
         ({"is_hybrid_swa": True, "speculative_algorithm": "NGRAM"}, "leave out --speculative-algorithm"),
         ({"kv_canary": "raise"}, "leave out --kv-canary"),
