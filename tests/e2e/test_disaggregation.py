@@ -1,4 +1,4 @@
-"""A prefill server and a decode server on one machine: Mooncake over TCP, pages quantized on the wire."""
+"""A prefill server and a decode server on one machine: Mooncake over TCP, or NIXL; pages quantized on the wire."""
 
 from __future__ import annotations
 
@@ -37,24 +37,29 @@ LENGTHS = {40: 4, 128: 4, 310: 12, 700: 8}
 NOISE = 0.3
 
 
+#: Each transfer engine's module and packages; Mooncake needs RDMA libraries of the distribution even for TCP.
+ENGINES = {
+    "mooncake_tcp": (
+        "mooncake.engine",
+        "pip install mooncake-transfer-engine-non-cuda, libibverbs1, librdmacm1, libnl-route-3-200",
+    ),
+    "nixl": ("nixl._api", "pip install 'nixl[cu12]'"),
+}
+
+
 @cache
-def why_not() -> str | None:
-    """Returns what is missing: a package of 46 MB, and RDMA libraries of the distribution, which TCP needs as well."""
+def why_not(backend: str = "mooncake_tcp") -> str | None:
+    """Returns what is missing for a transfer back end."""
     if not compat.applies(hooks.TRANSFERS, compat.sglang_version()):
         return "this SGLang release sends plain pages only"
-    run = subprocess.run([sys.executable, "-c", "import mooncake.engine"], capture_output=True, text=True)
+    module, packages = ENGINES[backend]
+    run = subprocess.run([sys.executable, "-c", f"import {module}"], capture_output=True, text=True)
     if run.returncode:
-        reason = run.stderr.strip().splitlines()[-1]
-        return (
-            f"needs pip install mooncake-transfer-engine-non-cuda, libibverbs1, librdmacm1, libnl-route-3-200: {reason}"
-        )
+        return f"needs {packages}: {run.stderr.strip().splitlines()[-1]}"
     return None
 
 
-pytestmark = [
-    pytest.mark.skipif(bool(why_not()), reason=str(why_not())),
-    pytest.mark.skipif(ON_GPU, reason="the servers of this test run on CPUs"),
-]
+pytestmark = pytest.mark.skipif(ON_GPU, reason="the servers of this test run on CPUs")
 
 
 @dataclass
@@ -85,6 +90,13 @@ def prompt(length: int) -> list[int]:
     return [rng.randrange(100, 40000) for _ in range(length)]
 
 
+@pytest.fixture(scope="module", params=ENGINES)
+def backend(request) -> str:
+    if reason := why_not(request.param):
+        pytest.skip(reason)
+    return request.param
+
+
 @pytest.fixture(scope="module")
 def expected(servers) -> dict[int, list[tuple[float, int]]]:
     """What one server answers."""
@@ -94,10 +106,10 @@ def expected(servers) -> dict[int, list[tuple[float, int]]]:
 
 
 @pytest.fixture(scope="module")
-def pair(servers, expected, plugins) -> Pair:
+def pair(backend, servers, expected, plugins) -> Pair:
     """Both servers; ``expected`` comes first, for two are kept at a time."""
     port, env = free_port(), {**STRICT, **plugins("transfers_on_cpu")}
-    common = (*QUANT, *ROOM, "--disaggregation-transfer-backend", "mooncake_tcp", "--disaggregation-mode")
+    common = (*QUANT, *ROOM, "--disaggregation-transfer-backend", backend, "--disaggregation-mode")
     prefill = servers(*common, "prefill", "--disaggregation-bootstrap-port", str(port), env=env)
     more = {"KVQ_TEST_RETRACT": RETRACTS}
     decode = servers(*common, "decode", "--disaggregation-decode-enable-radix-cache", env={**env, **more})

@@ -1,9 +1,11 @@
-"""A plugin of the tests: Mooncake on a CPU, and a server that retracts as if memory had run out.
+"""A plugin of the tests: Mooncake and NIXL on a CPU, and a server that retracts as if memory had run out.
 
-SGLang's shortcut for page ids pins memory and needs CUDA's events. Its knob for retraction is read once, when it is
-imported, and servers of tests are forked from a process that has imported it.
+SGLang's shortcut for page ids pins memory and needs CUDA's events, and it tells NIXL that the cache lies on a GPU. Its knob
+for retraction is read once, when it is imported, and servers of tests are forked from a process that has imported it.
 """
 
+import functools
+import importlib.util
 import os
 import sys
 
@@ -15,5 +17,23 @@ def install() -> None:
     from sglang.srt.managers import scheduler
 
     conn.MooncakeKVSender.supports_host_tensor_indices = False
+    if importlib.util.find_spec("nixl"):
+        _nixl_in_host_memory()
     if steps := os.environ.get("KVQ_TEST_RETRACT"):
         scheduler.TEST_RETRACT, scheduler.TEST_RETRACT_INTERVAL = True, int(steps)
+
+
+def _nixl_in_host_memory() -> None:
+    from nixl._api import nixl_agent
+
+    for name in ("register_memory", "get_xfer_descs", "prep_xfer_dlist"):
+        setattr(nixl_agent, name, _in_host_memory(getattr(nixl_agent, name)))
+
+
+def _in_host_memory(method):
+    @functools.wraps(method)
+    def call(*args, **kwargs):
+        args = ["DRAM" if isinstance(x, str) and x == "VRAM" else x for x in args]
+        return method(*args, **{k: "DRAM" if isinstance(x, str) and x == "VRAM" else x for k, x in kwargs.items()})
+
+    return call

@@ -15,7 +15,7 @@ from sglang_kvq.sglang.types import ModelConfig, ServerArgs
 
 #: Back ends whose entries may differ in size, and whose state travels with the last chunk; the second is the first over
 #: TCP, which SGLang resolves.
-BACKENDS = ("mooncake", "mooncake_tcp")
+BACKENDS = ("mooncake", "mooncake_tcp", "nixl")
 
 _UNTRIED = "not tried with --kv-quant and --disaggregation-mode yet"
 _PLAIN = "it expects plain keys and values"
@@ -23,7 +23,7 @@ _OFF = (None, False, "")
 
 #: Field of ServerArgs, why it is refused, and its harmless values.
 REFUSED: tuple[tuple[str, str, tuple[object, ...]], ...] = (
-    ("disaggregation_transfer_backend", f"{' and '.join(BACKENDS)} carry quantized pages", (None, *BACKENDS)),
+    ("disaggregation_transfer_backend", f"{', '.join(BACKENDS)} carry quantized pages", (None, *BACKENDS)),
     ("enable_hierarchical_cache", f"the pair is {_UNTRIED}", _OFF),
     ("enable_dp_attention", _UNTRIED, _OFF),
     ("enable_mixed_chunk", _UNTRIED, _OFF),
