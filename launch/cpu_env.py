@@ -103,7 +103,11 @@ def make(env: Environment, version: str, index: str | None) -> None:
     if sibling:
         with step(f"sharing the files of {sibling.folder.name}"):
             # pip replaces files by new ones and never writes into them, so the other environment is not affected.
-            shutil.copytree(sibling.site, env.site, symlinks=True, copy_function=os.link, dirs_exist_ok=True)
+            # Tests may run there already: Python writes compiled modules under other names first.
+            passing = shutil.ignore_patterns("*.pyc.*")
+            shutil.copytree(
+                sibling.site, env.site, symlinks=True, ignore=passing, copy_function=os.link, dirs_exist_ok=True
+            )
     else:
         with step(f"{TORCH}"):
             install_torch(env, index)

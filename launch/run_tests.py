@@ -21,7 +21,7 @@ import time
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -33,18 +33,23 @@ from launch.progress import StepFailed, call
 from sglang_kvq.releases import NEWEST, OLDEST
 
 ROOT = Path(__file__).resolve().parent.parent
+#: The model that servers and tests of rotations load.
+MODEL = ROOT / ".models" / "SmolLM2-135M-Instruct"
 #: Modules that the newest release's environment runs first; any that finds something fails the whole.
 LINTERS = (("ruff", "format", "--check", "--quiet"), ("ruff", "check", "--quiet"), ("mypy",))
 #: Folders of tests that run in both environments; all others are unit tests and run once.
 BOTH = ("tests/sglang", "tests/e2e")
-#: Jobs in the newest release's environment, the longest first. A last one runs all other tests.
+#: Jobs in the newest release's environment, the longest first after those of ``EARLY``. Another runs all other tests.
 JOBS = {
-    "servers": ("tests/e2e",),
+    "compiled kernels": ("tests/kernels/test_compile.py",),
     "kernels": ("tests/kernels",),
+    "servers": ("tests/e2e",),
     "SGLang": ("tests/sglang",),
     "cache and rotations": ("tests/cache", "tests/rotations"),
     "evaluation and benchmarks": ("tests/evaluation", "tests/benchmarks"),
 }
+#: Jobs that need nothing but the newest release's environment, and begin while the rest is prepared.
+EARLY = ("compiled kernels", "kernels", "ruff and mypy")
 #: Jobs of ``--quick``, without servers.
 QUICK = {
     "cache and kernels": (
@@ -166,23 +171,28 @@ def plan(words: Sequence[str], quick: bool = False, everything: bool = False) ->
         jobs = [pytest_job("unit tests", NEWEST, [*unit, *SPREAD, *options])] if unit else []
         jobs += [pytest_job(f"SGLang {NEWEST}", NEWEST, [*older, *options])] if older else []
     if older and not quick:
-        # Second: memory is enough for the servers of two jobs.
-        jobs.insert(1, pytest_job(f"SGLang {OLDEST}", OLDEST, [*older, *options]))
+        # Behind the newest release's: memory is enough for the servers of two jobs.
+        early = sum(job.title in EARLY for job in jobs)
+        jobs.insert(early + 1, pytest_job(f"SGLang {OLDEST}", OLDEST, [*older, *options]))
     return [*jobs, *linters]
 
 
 class Runner:
-    """Executes jobs side by side: one more than there are cores, since those with servers also wait."""
+    """Executes jobs side by side: one more than there are cores, since those with servers also wait.
 
-    def __init__(self, model: Path, folder: Path) -> None:
-        self.model, self.folder, self.found = model, folder, Found()
+    Attributes:
+        prepared: ends when everything is there. Jobs of ``EARLY`` begin before.
+    """
+
+    def __init__(self, prepared: Future[None], folder: Path) -> None:
+        self.prepared, self.folder, self.found = prepared, folder, Found()
         self._running: list[subprocess.Popen[str]] = []
 
     def execute(self, jobs: Sequence[Job]) -> Found:
         pool = ThreadPoolExecutor(1 + (os.cpu_count() or 1))
         try:
-            for _ in pool.map(self._execute, jobs):
-                pass
+            for done in as_completed([pool.submit(self._execute, job) for job in jobs]):
+                done.result()  # raises what could not be prepared at once
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
             for process in self._running:
@@ -191,12 +201,14 @@ class Runner:
         return self.found
 
     def _execute(self, job: Job) -> None:
+        if job.title not in EARLY:
+            self.prepared.result()
         begin, output, codes = time.monotonic(), "", []
         report = self.folder / f"{job.title}.xml"
         python = ROOT / ".venvs" / f"sglang-{job.version}" / "bin" / "python"
         print(f"begun: {job.title}", flush=True)
         for words in job.commands:
-            more = ("--model", str(self.model), f"--junitxml={report}") if words[0] == "pytest" else ()
+            more = ("--model", str(MODEL), f"--junitxml={report}") if words[0] == "pytest" else ()
             process = subprocess.Popen(
                 [python, "-m", *words, *more], cwd=ROOT, env={**os.environ, **ONE_CORE}, text=True, errors="replace",
                 stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
@@ -212,18 +224,38 @@ class Runner:
             self.found.read(report, job.title)
 
 
-def prepare(versions: Iterable[str]) -> Path:
-    """Prepares these releases' environments, and the model that servers and the test of rotations load."""
-    for version in dict.fromkeys(versions):
-        print(f"environment with SGLang {version}", flush=True)
-        cpu_env.ensure(ROOT / ".venvs" / f"sglang-{version}", version)
-    # Converting the model needs packages that only the environment has.
-    target = ROOT / ".models" / "SmolLM2-135M-Instruct"
-    if not (target / "config.json").exists():
+def prepare(version: str) -> Path:
+    """Prepares a release's environment and returns its Python."""
+    print(f"environment with SGLang {version}", flush=True)
+    return cpu_env.ensure(ROOT / ".venvs" / f"sglang-{version}", version)
+
+
+def prepare_others(versions: Iterable[str], python: Path) -> None:
+    """Prepares the model that servers and tests of rotations load, then these releases' environments.
+
+    Args:
+        python: an environment's, whose packages convert the model.
+    """
+    if not (MODEL / "config.json").exists():
         print("the small model that tests load", flush=True)
-        python = ROOT / ".venvs" / f"sglang-{version}" / "bin" / "python"
         call([python, ROOT / "launch" / "model.py"], ROOT / ".models" / "fetch.log")
-    return target
+    for version in dict.fromkeys(versions):
+        prepare(version)
+
+
+def execute(jobs: Sequence[Job], folder: Path) -> Found:
+    """Executes jobs; prepares what the first of them do not need beside them.
+
+    Raises:
+        StepFailed: something could not be prepared.
+    """
+    python = prepare(NEWEST)
+    pool = ThreadPoolExecutor(1)
+    try:
+        others = [job.version for job in jobs if job.version != NEWEST]
+        return Runner(pool.submit(prepare_others, others, python), folder).execute(jobs)
+    finally:
+        pool.shutdown(wait=False)
 
 
 def main() -> int:
@@ -237,12 +269,11 @@ def main() -> int:
     begin = time.monotonic()
     try:
         jobs = [container_job(words)] if options.container else plan(words, options.quick, options.all)
-        model = prepare(job.version for job in jobs)
+        with tempfile.TemporaryDirectory() as folder:
+            found = execute(jobs, Path(folder))
     except StepFailed as error:
         print(f"could not prepare the tests: {error}", flush=True)
         return 1
-    with tempfile.TemporaryDirectory() as folder:
-        found = Runner(model, Path(folder)).execute(jobs)
     for name, seconds in sorted(found.seconds.items(), key=lambda item: -item[1])[:SLOWEST]:
         print(f"{seconds:7.1f} s  {name}")
     counts, broken = found.counts, found.broken

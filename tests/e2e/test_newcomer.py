@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+from collections.abc import Callable
+from functools import cache
 from itertools import product
 from pathlib import Path
 
@@ -25,11 +27,22 @@ INSTALLS = list(dict(CASES))
 
 
 @pytest.fixture(scope="module")
-def node(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> newcomer.Node:
-    """A host on which a newcomer has just installed the package, in one of the ways there are."""
-    made = newcomer.Node(tmp_path_factory.mktemp("node"), cpu=not ON_GPU).prepare()
-    made.run(newcomer.INSTALLS[request.param], made.clone)
+def nodes(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], newcomer.Node]:
+    """``nodes(install)``: a host on which a newcomer has installed the package that way, one for all tests."""
+
+    @cache
+    def made(install: str) -> newcomer.Node:
+        node = newcomer.Node(tmp_path_factory.mktemp("node"), cpu=not ON_GPU).prepare()
+        node.run(newcomer.INSTALLS[install], node.clone)
+        return node
+
     return made
+
+
+@pytest.fixture
+def node(request: pytest.FixtureRequest, nodes: Callable[[str], newcomer.Node]) -> newcomer.Node:
+    """A host on which a newcomer has installed the package, in one of the ways there are."""
+    return nodes(request.param)
 
 
 def test_readme_says_how_to_install_serve_and_ask() -> None:
