@@ -48,7 +48,7 @@ ENGINES = {
 
 
 @cache
-def why_not(backend: str = "mooncake_tcp") -> str | None:
+def why_not(backend: str) -> str | None:
     """Returns what is missing for a transfer back end."""
     if not compat.applies(hooks.TRANSFERS, compat.sglang_version()):
         return "this SGLang release sends plain pages only"
@@ -57,6 +57,15 @@ def why_not(backend: str = "mooncake_tcp") -> str | None:
     if run.returncode:
         return f"needs {packages}: {run.stderr.strip().splitlines()[-1]}"
     return None
+
+
+def any_engine() -> str:
+    """Returns the first back end that can run here; skips the test if none can."""
+    reasons = {backend: why_not(backend) for backend in ENGINES}
+    for backend, reason in reasons.items():
+        if reason is None:
+            return backend
+    pytest.skip("; ".join(map(str, reasons.values())))
 
 
 pytestmark = pytest.mark.skipif(ON_GPU, reason="the servers of this test run on CPUs")

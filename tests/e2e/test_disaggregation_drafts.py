@@ -15,7 +15,7 @@ from launch.server import Server
 from sglang_kvq.server_process import free_port
 from tests import ngrams
 from tests.e2e.client import Client, together
-from tests.e2e.test_disaggregation import QUANT, RETRACTED, RETRACTS, ROOM, Pair, pytestmark  # noqa: F401 (a mark)
+from tests.e2e.test_disaggregation import QUANT, RETRACTED, RETRACTS, ROOM, Pair, any_engine, pytestmark  # noqa: F401 (a mark)
 from tests.e2e.test_serving import STRICT
 from tests.e2e.test_speculation import NGRAM, assert_same_but_for_ties, repetitive
 from tests.gpu.speculation import CHAIN
@@ -77,6 +77,7 @@ def flags_of(way: str, model: Path, folder: Path) -> tuple[str, ...]:
 @pytest.fixture(scope="module", params=["STANDALONE", "NGRAM", "EAGLE"])
 def drafting(request, servers, plugins, tmp_path_factory) -> Drafting:
     """One server answers; then both start, and it stops."""
+    engine = any_engine()
     way, port, model = request.param, free_port(), servers.shallow
     drafts = flags_of(way, model, tmp_path_factory.mktemp("draft"))
     env = {**STRICT, **plugins("transfers_on_cpu", "drafting_on_cpu")}
@@ -91,7 +92,7 @@ def drafting(request, servers, plugins, tmp_path_factory) -> Drafting:
         reply = client.generate(prompt(way, length), tokens, return_logprob=True, top_logprobs_num=2)
         expected[length] = reply["output_ids"], reply["meta_info"]
 
-    role = (*QUANT, *ROOM, "--disaggregation-transfer-backend", "mooncake_tcp", "--disaggregation-mode")
+    role = (*QUANT, *ROOM, "--disaggregation-transfer-backend", engine, "--disaggregation-mode")
     first = (*role, "prefill", "--disaggregation-bootstrap-port", str(port), *(drafts if way != "NGRAM" else ()))
     prefill = servers(*first, env=env, model=model)
     decode = servers(*role, "decode", *drafts, env={**env, "KVQ_TEST_RETRACT": RETRACTS}, model=model)

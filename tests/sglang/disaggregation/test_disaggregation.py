@@ -49,7 +49,7 @@ def test_older_releases_refuse_with_that_reason(monkeypatch):
 @pytest.mark.parametrize(
     "values",
     [
-        {"disaggregation_transfer_backend": "nixl"},
+        {"disaggregation_transfer_backend": "mori"},
         {"disaggregation_transfer_backend": "fake"},
         {"disaggregation_enable_kv_checksum": True},
         {"disaggregation_decode_host_receive_threshold": 0.5},
@@ -87,7 +87,7 @@ def test_switches_are_refused_beside_a_transfer(name, monkeypatch):
 
 
 @served
-@pytest.mark.parametrize("backend", [None, "mooncake", "mooncake_tcp"])
+@pytest.mark.parametrize("backend", [None, "mooncake", "mooncake_tcp", "nixl"])
 @pytest.mark.parametrize("mode", ["prefill", "decode"])
 @pytest.mark.parametrize("algorithm", [None, "NGRAM", "EAGLE3"])
 def test_what_is_served_passes(mode, backend, algorithm):
