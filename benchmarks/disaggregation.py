@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks import record
 from benchmarks.bench_serving import servers
 from benchmarks.capacity import MODEL, existing_folder, name_of
-from benchmarks.pair_server import MODE, PairServer, on_a_cpu
+from benchmarks.pair_server import PairServer, mode, on_a_cpu
 from benchmarks.tiny_server import body
 from launch.server import Server
 from sglang_kvq.constants import PAGE_SIZE
@@ -89,8 +89,8 @@ def make(spec: MethodSpec, args: argparse.Namespace, folder: Path, role: str, gp
 def pair_rows(spec: MethodSpec, args: argparse.Namespace, folder: Path) -> Iterator[Row]:
     """A row of each length."""
     port = free_port()
-    prefill = make(spec, args, folder, "prefill", 0, *MODE, "prefill", "--disaggregation-bootstrap-port", str(port))
-    decode = make(spec, args, folder, "decode", args.gpus - 1, *MODE, "decode")
+    prefill = make(spec, args, folder, "prefill", 0, *mode(), "prefill", "--disaggregation-bootstrap-port", str(port))
+    decode = make(spec, args, folder, "decode", args.gpus - 1, *mode(), "decode")
     vocabulary = setup_of(args).config["vocab_size"]
     prompts = {n: [_ids(n + seed, n, vocabulary) for seed in range(args.repeats)] for n in args.lengths}
     alone = [make(spec, args, folder, "alone", 0)] if args.alone else []

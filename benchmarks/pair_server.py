@@ -17,8 +17,13 @@ from typing import Any
 from benchmarks.tiny_server import TinyServer, empty
 
 ROOT = Path(__file__).resolve().parent.parent
-#: Flags of a server of a pair; its role comes next.
-MODE = ("--disaggregation-transfer-backend", "mooncake_tcp", "--disaggregation-mode")
+#: Transfer back ends that a pair can have; the first is the default.
+ENGINES = ("mooncake_tcp", "nixl")
+
+
+def mode(engine: str = ENGINES[0]) -> tuple[str, ...]:
+    """Returns the flags of a server of a pair; its role comes next."""
+    return ("--disaggregation-transfer-backend", engine, "--disaggregation-mode")
 
 
 def on_a_cpu(folder: Path, path: str, drafts: bool = False) -> str:

@@ -39,7 +39,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import record
 from benchmarks.answers import Bound, Difference, another_page, forced, token_difference
-from benchmarks.pair_server import MODE, PairServer, on_a_cpu
+from benchmarks.pair_server import ENGINES, PairServer, mode, on_a_cpu
 from benchmarks.soak_traffic import Answer, Scale, Traffic, draw_tokens
 from benchmarks.tiny_hybrids import SERVER_FLAGS
 from benchmarks.tiny_models import MODELS, VOCABULARY
@@ -279,9 +279,9 @@ class Soak:
         if self.cpu:
             known = plugin_path(self.folder).get("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
             env["PYTHONPATH"] = on_a_cpu(self.folder, known, drafts=bool(self.drafts()))
-        prefill = [*MODE, "prefill", "--disaggregation-bootstrap-port", str(port)]
+        prefill = [*mode(self.args.pair), "prefill", "--disaggregation-bootstrap-port", str(port)]
         one = self.make("prefill", gpus[0], env, prefill)
-        decode = [*MODE, "decode", *self.drafts()]
+        decode = [*mode(self.args.pair), "decode", *self.drafts()]
         return PairServer(one, self.make("decode", gpus[1], {**RETRACT, **env}, decode), port)
 
     def make(self, name: str, gpu: int, env: dict[str, str], own: Sequence[str]) -> TinyServer:
@@ -462,7 +462,7 @@ class Soak:
             "kinds": dict(c.kinds) if c else {},
             "fault": self.args.fault,
             "hicache": self.args.hicache or "",
-            "pair": self.args.pair,
+            "pair": self.args.pair or "",
             "cached_tokens": dict(c.places) if c else {},
             "notes": [*self.stopped[:6], *(k.examples if k else []), *(c.messages[:4] if c else [])],
         }
@@ -546,7 +546,13 @@ def main() -> int:
         "--speculation", choices=("none", "ngram"), default="none", help="how drafts are made; default %(default)s"
     )
     parser.add_argument("--hicache", choices=("host", "file"), help="pages also go to host memory, or on to files")
-    parser.add_argument("--pair", action="store_true", help="a prefill and a decode server, by Mooncake over TCP")
+    parser.add_argument(
+        "--pair",
+        nargs="?",
+        const=ENGINES[0],
+        choices=ENGINES,
+        help="a prefill and a decode server, by this transfer back end; %(const)s if none is named",
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the traffic")
     parser.add_argument("--fault", action="store_true", help="compare with wrong prompts now and then: must fail")
     parser.add_argument("--logs", type=Path, help="keep the servers' logs and the model here")
