@@ -43,7 +43,7 @@ def test_roles_are_flags_of_the_servers(tmp_path):
         cpu=True, model=disaggregation.MODEL, layers=2, lengths=[300], mem_fraction_static="0.8", gpus=1
     )
     spec = parse("none")
-    prefill = disaggregation.make(spec, args, tmp_path, "prefill", 0, *disaggregation.MODE, "prefill").command
+    prefill = disaggregation.make(spec, args, tmp_path, "prefill", 0, *disaggregation.mode(), "prefill").command
     alone = disaggregation.make(spec, args, tmp_path, "alone", 0).command
     assert prefill[prefill.index("--disaggregation-mode") + 1] == "prefill"
     assert "--disaggregation-mode" not in alone and "--disable-radix-cache" in alone
