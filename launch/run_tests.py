@@ -22,7 +22,7 @@ import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 if __package__ in (None, ""):
@@ -74,6 +74,8 @@ QUICK = {
     ),
     "schedules": ("tests/cache/test_schedules.py",),
 }
+#: NIXL moves pages between servers and to storage in nightly tests; 68 MB, without its build for another CUDA release.
+NIGHTLY_PACKAGES = ("pip", "install", "--quiet", "--no-deps", "nixl==1.5.1", "nixl-cu12==1.5.1")
 #: Programs of ``--container``; packages have the same names, kubectl's in a package source of Kubernetes' own.
 CONTAINER_TOOLS = ("buildah", "kubectl", "mmdebstrap", "podman", "runc")
 #: Unit tests that are named on a command line have a process for each core.
@@ -174,7 +176,14 @@ def plan(words: Sequence[str], quick: bool = False, everything: bool = False) ->
         # Behind the newest release's: memory is enough for the servers of two jobs.
         early = sum(job.title in EARLY for job in jobs)
         jobs.insert(early + 1, pytest_job(f"SGLang {OLDEST}", OLDEST, [*older, *options]))
-    return [*jobs, *linters]
+    return [*(with_packages(job) if everything else job for job in jobs), *linters]
+
+
+def with_packages(job: Job) -> Job:
+    """Returns the job behind an installation of what its nightly servers need."""
+    paths = [os.path.relpath(word, ROOT) for words in job.commands for word in words if not word.startswith("-")]
+    servers = job.version == NEWEST and any(path.startswith("tests/e2e") for path in paths)
+    return replace(job, commands=(NIGHTLY_PACKAGES, *job.commands)) if servers else job
 
 
 class Runner:

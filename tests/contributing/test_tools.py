@@ -10,7 +10,7 @@ import yaml
 
 from launch import run_tests
 from launch.progress import StepFailed
-from launch.run_tests import BOTH, LINTERS, container_job, plan
+from launch.run_tests import BOTH, LINTERS, NIGHTLY_PACKAGES, container_job, plan
 from sglang_kvq.releases import NEWEST, OLDEST
 from tests import nightly
 from tests.conftest import ROOT
@@ -87,6 +87,15 @@ def test_quick_jobs_exist_and_start_no_server() -> None:
     files = [file for job in plan([], quick=True) for words in job.commands for file in collected(words)]
     assert len(files) > 30 and len(files) == len(set(files))
     assert not any(ROOT / "tests/e2e" in file.parents for file in files)
+
+
+def test_nightly_servers_have_what_moves_their_pages() -> None:
+    """In the environment of the newest release, whether they are named or not."""
+    for words in ([], ["tests/e2e/test_disaggregation.py"]):
+        (servers,) = (job for job in plan(words, everything=True) if NIGHTLY_PACKAGES in job.commands)
+        first, tests = servers.commands
+        assert first == NIGHTLY_PACKAGES and tests[1].startswith("tests/e2e") and servers.version == NEWEST
+        assert not any(NIGHTLY_PACKAGES in job.commands for job in plan(words))
 
 
 def test_words_of_a_command_line() -> None:
