@@ -36,7 +36,7 @@ from benchmarks.kernel_bench.rows import HEAD, show
 from benchmarks.kernel_bench.scores import score_rows, sweep_scores
 from benchmarks.kernel_bench.shapes import KV_HEADS, Q_HEADS, D
 from benchmarks.kernel_bench.timer import Timer, copy_bandwidth
-from sglang_kvq.attention import ragged
+from sglang_kvq.attention import prefill_library, ragged
 
 PLANES = ("quantize", "extend", "decode")
 
@@ -109,7 +109,9 @@ def main() -> None:
         return
     extends = []
     if not (args.decode or args.planes or args.scores or args.folds or args.heads or args.shared):
-        prefill, used = ragged.load(Q_HEADS, KV_HEADS, D, torch.device("cuda"), ragged.workspace_tokens(KV_HEADS, D))
+        prefill, used = prefill_library.load(
+            Q_HEADS, KV_HEADS, D, torch.device("cuda"), ragged.workspace_tokens(KV_HEADS, D)
+        )
         print(f"long prefill chunks: {used}", flush=True)
         # Short ones first: the others send every chunk to FlashInfer from then on.
         extends = [short_rows(timer, prefill), extend_rows(timer, None)] + (

@@ -67,7 +67,7 @@ class TritonOps(AttentionOps):
         max_batch: the most requests in one decode batch; ``reserve`` raises it.
         slab_tokens: stored tokens that prefill dequantizes at a time; None for ``ragged.workspace_tokens``.
         launch: launch parameters of the decode kernel; None chooses by geometry.
-        prefill: a library's attention for long chunks (``ragged.load``); None uses our own for all.
+        prefill: a library's attention for long chunks (``prefill_library.load``); None uses our own for all.
         short: chooses the batches for the kernel that reads stored pages directly; None chooses none.
     """
 

@@ -9,9 +9,10 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from sglang_kvq.attention import fa3, ragged
+from sglang_kvq.attention import fa3, prefill_library, ragged
 from sglang_kvq.attention.fa3 import FlashAttention3
-from sglang_kvq.attention.ragged import RaggedPrefill, plan_calls
+from sglang_kvq.attention.planning.ragged_calls import plan_calls
+from sglang_kvq.attention.ragged import RaggedPrefill
 from sglang_kvq.attention.triton_ops import TritonOps
 from sglang_kvq.constants import PAGE_SIZE
 from tests import device_waits
@@ -202,7 +203,7 @@ def test_short_chunks_go_to_our_own_kernel():
 
 
 def test_what_is_used_is_said():
-    prefill, used = ragged.load(8, 2, 96, torch.device("cuda"), 32768)
+    prefill, used = prefill_library.load(8, 2, 96, torch.device("cuda"), 32768)
     assert prefill is None and used.startswith("triton (") and "96" in used
 
 
@@ -216,12 +217,12 @@ def host(monkeypatch):
             monkeypatch.setitem(sys.modules, name, libraries.get(name.replace(".", "_")))  # None cannot be imported
         make_prefill = RaggedPrefill
         monkeypatch.setattr(
-            ragged,
+            prefill_library,
             "RaggedPrefill",
             lambda library, *heads, float_workspace: make_prefill(library, *heads[:3], torch.device("cpu"), heads[4]),
         )
-        prefill, used = ragged.load(4, 2, 64, torch.device("cuda"), 4096)
-        monkeypatch.setattr(ragged, "RaggedPrefill", make_prefill)
+        prefill, used = prefill_library.load(4, 2, 64, torch.device("cuda"), 4096)
+        monkeypatch.setattr(prefill_library, "RaggedPrefill", make_prefill)
         assert (prefill is None) == used.startswith("triton")
         return used
 

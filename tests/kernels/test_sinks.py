@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks.kernel_bench import oracle
-from sglang_kvq.attention import ragged
+from sglang_kvq.attention import prefill_library, ragged
 from sglang_kvq.attention.ragged import RaggedPrefill
 from sglang_kvq.attention.reference import ReferenceOps
 from sglang_kvq.attention.triton_ops import TritonOps
@@ -230,10 +230,10 @@ class Natural(Wrapper):
 @pytest.mark.skipif(ON_GPU, reason="the stand-in computes on a CPU")
 def test_a_library_with_another_log_sum_exp_is_not_used():
     make = lambda library: RaggedPrefill(library, 4, 2, 64, torch.device("cpu"), 4096)  # noqa: E731
-    ragged._try(make(STANDIN))
+    prefill_library._try(make(STANDIN))
     other = type(STANDIN)(**{**vars(STANDIN), "BatchPrefillWithRaggedKVCacheWrapper": Natural})
     with pytest.raises(RuntimeError, match="off by"):
-        ragged._try(make(other))
+        prefill_library._try(make(other))
 
 
 def test_sinks_do_not_care_for_rotations():

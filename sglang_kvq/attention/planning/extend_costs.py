@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sglang_kvq.attention.ragged import TILE
+from sglang_kvq.attention.planning.ragged_calls import TILE
 from sglang_kvq.kernels.device.shape import value_dims
 from sglang_kvq.kernels.extend.extend_attention import ExtendLaunch, extend_launch, schedule
 

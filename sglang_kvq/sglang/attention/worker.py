@@ -147,7 +147,7 @@ def create_ops(
     """
     if pool.device.type == "cpu":
         return ReferenceOps(pool, rotations)
-    from sglang_kvq.attention import ragged
+    from sglang_kvq.attention import prefill_library, ragged
     from sglang_kvq.attention.triton_ops import TritonOps
 
     layers = [layer for layer in model_runner.model.modules() if isinstance(layer, RadixAttention)]
@@ -159,7 +159,7 @@ def create_ops(
         )
     q_heads = heads.pop()
     slab_tokens = ragged.workspace_tokens(pool.kv_heads, pool.head_dim)
-    prefill, used = ragged.load(q_heads, pool.kv_heads, pool.head_dim, pool.device, slab_tokens)
+    prefill, used = prefill_library.load(q_heads, pool.kv_heads, pool.head_dim, pool.device, slab_tokens)
     logger.info("kv-quant prefill attention: %s", used)
     return TritonOps(
         pool,

@@ -1,0 +1,117 @@
+"""Chooses the library that attends to long prefill chunks, and compares it with plain attention before it is used."""
+
+from __future__ import annotations
+
+import math
+import time
+from types import ModuleType
+
+import torch
+
+from sglang_kvq.attention import fa3
+from sglang_kvq.attention.base import ExtendBatch
+from sglang_kvq.attention.ragged import FLOAT_WORKSPACE, LEAST_TOKENS, RaggedPrefill
+from sglang_kvq.constants import PAGE_SIZE
+
+#: The head_dims that the cache serves and FlashInfer's prefill kernels are built for.
+HEAD_DIMS = (64, 128, 256)
+
+
+def load(
+    q_heads: int, kv_heads: int, head_dim: int, device: torch.device, capacity: int
+) -> tuple[RaggedPrefill | None, str]:
+    """Returns the fastest prefill that works on this host, and one line that says what is used and why.
+
+    It builds and runs the kernels once here. On a host that cannot build them, the server must say so at
+    start and use our kernel.
+    """
+    if device.type != "cuda":
+        return None, "triton (no GPU)"
+    reasons = []
+    libraries = (("FlashAttention 3", fa3.load, 0), ("FlashInfer", _flashinfer, FLOAT_WORKSPACE))
+    for title, find, workspace in libraries:
+        begin = time.monotonic()
+        try:
+            library, name = find(device, head_dim)
+            prefill = RaggedPrefill(
+                library, q_heads, kv_heads, head_dim, device, capacity, float_workspace=max(workspace, 1)
+            )
+            _try(prefill)
+        except Exception as error:  # whatever building and launching foreign kernels can raise
+            reasons.append(f"{title}: {(str(error).strip().splitlines() or [type(error).__name__])[-1]}")
+            continue
+        seconds = time.monotonic() - begin
+        return prefill, (
+            f"{name} for chunks of {LEAST_TOKENS} tokens and more, else triton; {capacity:,} tokens of workspace, "
+            f"{capacity * kv_heads * head_dim * 4 >> 20} MiB (ready in {seconds:.0f} s)"
+            + "".join(f"; {reason}" for reason in reasons)
+        )
+    return None, f"triton ({'; '.join(reasons)})"
+
+
+def _flashinfer(device: torch.device, head_dim: int) -> tuple[ModuleType, str]:
+    """Returns FlashInfer with its name and version.
+
+    Raises:
+        RuntimeError: it has no kernels for these heads.
+        ImportError: it is not installed.
+    """
+    if head_dim not in HEAD_DIMS:
+        raise RuntimeError(f"no kernels for heads of {head_dim}")
+    import flashinfer
+
+    return flashinfer, f"FlashInfer {flashinfer.__version__}"
+
+
+#: Stored and new tokens of the requests with which a library is tried, and the workspace: the first prefix takes two
+#: calls, and the first call has both requests.
+_TRIED, _TRIED_IN = ((9 * PAGE_SIZE, PAGE_SIZE), (PAGE_SIZE + 6, PAGE_SIZE + 16)), 8 * PAGE_SIZE
+
+
+def _try(prefill: RaggedPrefill) -> None:
+    """Compares two requests' attention with plain attention: two calls, a merge, sinks.
+
+    Raises:
+        RuntimeError: they differ by more than rounding.
+    """
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(tokens: int, heads: int) -> torch.Tensor:
+        x = torch.rand(tokens, heads, prefill.head_dim, generator=generator) * 2 - 1
+        return x.to(prefill.device, torch.bfloat16)
+
+    prefixes, news = (list(lens) for lens in zip(*_TRIED))
+    q = draw(sum(news), prefill.q_heads)
+    stored, new = ([[draw(n, prefill.kv_heads) for _ in "kv"] for n in lens] for lens in (prefixes, news))
+    # As large as a log-sum-exp of these scores, so that one in another base is found.
+    sinks = torch.full((prefill.q_heads,), 5.0, device=prefill.device)
+    none, out = torch.empty(0, dtype=torch.int64), torch.empty_like(q)
+
+    def gather(keys: torch.Tensor, values: torch.Tensor, pages: torch.Tensor) -> None:
+        for request, index, first, count in pages.tolist():
+            of, at = slice(first, first + count), slice(index * PAGE_SIZE, index * PAGE_SIZE + count)
+            keys[of], values[of] = (x[at] for x in stored[request])
+
+    capacity, prefill.capacity = prefill.capacity, _TRIED_IN
+    try:
+        calls = prefill.plan(ExtendBatch(none, prefixes, news, none, none), prefill.head_dim**-0.5)
+        k, v = (torch.cat([each[i] for each in new]) for i in (0, 1))
+        prefill.run(calls, q, k, v, gather, out, sinks)
+    finally:
+        prefill.capacity = capacity
+    whole = [[torch.cat(parts) for parts in zip(old, own)] for old, own in zip(stored, new)]
+    wanted = [_attention(queries, k, v, sinks) for queries, (k, v) in zip(q.split(news), whole)]
+    error = float((out.float() - torch.cat(wanted)).abs().max())
+    if not error <= 0.02:
+        raise RuntimeError(f"its attention is off by {error:.3f}, for values up to 1")
+
+
+def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+    """Returns causal attention of the last tokens in float32, by definition."""
+    group = q.shape[1] // k.shape[1]
+    keys, values = (x.float().repeat_interleave(group, 1) for x in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q.float(), keys) * q.shape[2] ** -0.5
+    seen = torch.ones(len(q), len(k), dtype=torch.bool, device=q.device).tril(len(k) - len(q))
+    scores = scores.masked_fill(~seen, -math.inf)
+    weights = torch.cat([scores, sinks[:, None, None].expand(-1, len(q), 1)], 2).softmax(2)[:, :, :-1]
+    return torch.einsum("hqk,khd->qhd", weights, values)
