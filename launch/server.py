@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import tempfile
@@ -42,12 +43,12 @@ def cpu_flags(flags: Sequence[str]) -> list[str]:
 def cpu_environment(flags: Sequence[str]) -> dict[str, str]:
     """Returns the environment variables of SGLang's CPU engine for these flags.
 
-    It binds each tensor-parallel rank to one NUMA node unless told which cores to use, and stops with more ranks than
-    nodes.
+    It binds each rank to one NUMA node unless told which cores to use, and stops with more ranks than nodes.
     """
     chosen = {"SGLANG_USE_CPU_ENGINE": "1"}
-    if "--tp-size" in flags:
-        ranks, cores = int(flags[flags.index("--tp-size") + 1]), sorted(os.sched_getaffinity(0))
+    sizes = [int(flags[flags.index(flag) + 1]) for flag in ("--tp-size", "--pp-size") if flag in flags]
+    if sizes:
+        ranks, cores = math.prod(sizes), sorted(os.sched_getaffinity(0))
         chosen["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(cores[rank % len(cores)]) for rank in range(ranks))
     return chosen
 

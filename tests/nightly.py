@@ -18,6 +18,8 @@ NIGHTLY = {
     r"e2e/test_numbers\.py": "tests/e2e/test_transform.py: the KL of one method; tests/methods, tests/formats: others",
     r"e2e/test_parallel\.py": "tests/sglang/attention/test_worker_rotations.py and "
     "tests/sglang/memory/test_capacity.py: what each worker holds",
+    r"e2e/test_pipeline\.py": "tests/sglang/memory/test_stages.py: what stages agree on; "
+    "tests/sglang/attention/test_turns.py: micro-batches",
     r"e2e/test_engine_sessions\.py": "tests/sglang/test_engine.py: keywords; tests/e2e/test_sessions.py: sessions",
     r"e2e/test_episodes\.py": "tests/sessions/test_episodes.py and tests/sglang/router/test_session_episodes.py",
     r"e2e/test_folding\.py": "tests/sglang/prefix/test_folding.py",

@@ -16,7 +16,7 @@ import torch
 from sglang_kvq.config import MAX_GQA_GROUP, KVQuantConfig
 from sglang_kvq.constants import HEAD_DIMS, PAGE_SIZE
 from sglang_kvq.errors import KVQuantError
-from sglang_kvq.releases import OLD_TREE, RELEASES, WITHOUT_STATES, WITHOUT_WINDOWS
+from sglang_kvq.releases import NEW_TREE, OLD_TREE, RELEASES, WITHOUT_STATES, WITHOUT_WINDOWS
 from sglang_kvq.rotations.identity import unapplied_window
 from sglang_kvq.sessions.config import EPICACHE
 from sglang_kvq.sglang import architectures, compat
@@ -24,6 +24,7 @@ from sglang_kvq.sglang.architectures import unsupported_windows
 from sglang_kvq.sglang.attention.drafts import BRANCHING, DRAFT_DTYPES, SERVED, check_speculation, keeps_states
 from sglang_kvq.sglang.disaggregation import checks as transfers
 from sglang_kvq.sglang.hicache import checks as hicache_checks
+from sglang_kvq.sglang.memory import stages
 from sglang_kvq.sglang.runtime import CLI_ATTRIBUTE, config_of, logger
 from sglang_kvq.sglang.types import Configurator, ModelConfig, ServerArgs
 
@@ -71,7 +72,6 @@ REFUSED: tuple[Refused, ...] = (
     Refused("disaggregation_decode_retraction_backup", _HOST, (None, "none", "cpu_tensor")),
     Refused("enable_pd_role_switch", "room for transfers is divided for one role"),
     Refused("encoder_only", "an encoder has no KV cache"),
-    Refused("pp_size", _SPLIT, _ONE),
     Refused("dcp_size", _SPLIT, _ONE),
     Refused("attn_cp_size", _SPLIT, _ONE),
     Refused("enable_prefill_cp", _SPLIT),
@@ -113,6 +113,7 @@ REFUSED_ENVIRONMENT = (
     ("SGLANG_EXPERIMENTAL_CPP_RADIX_TREE", "another prefix cache is not supported", ""),
     ("SGLANG_ENABLE_UNIFIED_RADIX_TREE", "another prefix cache is not supported", OLD_TREE),
     ("SGLANG_ENABLE_OVERLAP_PLAN_STREAM", "plans write the cache, so they run on the stream of the layers", ""),
+    ("SGLANG_PP_COMM_OVERLAP", "a scheduler would rewrite rows that its stage has not read yet", NEW_TREE),
     ("SGLANG_ENABLE_METADATA_GLUE_GRAPH", "it captures a plan once and repeats it, so later pages are not planned", ""),
 )
 
@@ -177,7 +178,9 @@ def check_flags(values: Mapping[str, Any], device: str) -> None:
         on = os.environ.get(name, "").lower() not in ("", "0", "false", "no", "off")
         if on and compat.applies(versions, compat.sglang_version()):
             found.append(f"{name}={os.environ[name]}: {why}; unset it.")
-    _raise([*found, *hicache_checks.refused_flags(values), *transfers.refused_flags(values)])
+    for others in (hicache_checks, transfers, stages):
+        found += others.refused_flags(values)
+    _raise(found)
 
 
 def _typed(flag: str, value: Any) -> str:
@@ -245,7 +248,9 @@ def check_resolved(server_args: ServerArgs, config: KVQuantConfig) -> None:
     _raise(found)
     model = compat.model_config(server_args)
     check_model(model, config)
-    _raise(transfers.refused_settings(server_args, config, model))
+    _raise(
+        [*transfers.refused_settings(server_args, config, model), *stages.refused_settings(server_args, config, model)]
+    )
     if (window := unapplied_window(model.hf_config)) is not None:
         logger.info("SGLang does not apply the config's sliding_window of %d tokens: all layers see all tokens", window)
     check_speculation(server_args, config, model)

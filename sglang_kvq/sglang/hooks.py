@@ -174,6 +174,7 @@ _SCHEDULER: tuple[Hook, ...] = (
          "memory.capacity:resolve_max_num_reqs", "running requests follow from the BF16 pages"),
     around(f"{_POOL}._handle_max_mamba_cache(total_rest_memory)",
          "memory.recurrent_states:handle_max_mamba_cache", "memory of recurrent states beside a smaller cache"),
+    call("distributed.parallel_state.get_world_group()", "pipeline stages agree on the number of requests"),
     call(f"{_POOL}._calculate_mamba_ratio()", "states of a request"),
     read(f"{_POOL}.mambaish_config", "bytes of a state"),
     read(f"{_POOL}.ps", "data-parallel workers", only=OLD_TREE),
@@ -345,7 +346,7 @@ _SCHEDULER: tuple[Hook, ...] = (
          "prefix.episodes:around_longest_match", "prompts that score are computed, cached or not"),
     after("model_executor.forward_batch_info.ForwardBatch.init_new",
          "prefix.selection:move_positions", "positions behind the whole history"),
-    read("model_executor.forward_batch_info.ForwardBatch.rids", "which requests of a batch are scored"),
+    read("model_executor.forward_batch_info.ForwardBatch.rids", "which requests of a batch are scored, or decode"),
     call("mem_cache.base_prefix_cache.InsertParams(key, value)", "copies of pages enter the tree"),
     call("mem_cache.base_prefix_cache.EvictParams(num_tokens)", "room for copies"),
     # Folds

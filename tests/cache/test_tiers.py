@@ -316,6 +316,36 @@ def test_a_decode_step_between_page_boundaries_needs_no_plan():
     assert m.tiers.decode_needs_plan(torch.tensor([402, 1]))
 
 
+def decode_plan(m: Model, requests: dict) -> bool:
+    """Asks whether a batch of requests by id, with their lengths, needs a plan; plans it if so."""
+    lens = torch.tensor([length for _, length in requests.values()])
+    if needed := m.tiers.decode_needs_plan(lens, list(requests)):
+        m.tiers.plan_decode(torch.tensor([row for row, _ in requests.values()]), lens, int(lens.max()))
+    return needed
+
+
+@pytest.mark.parametrize("later", [0, 1, 2])
+def test_decode_batches_that_take_turns_are_planned_one_by_one(later):
+    """With pipeline stages. Lengths of one may continue the other's, but its pages were never looked up."""
+    m = model()
+    rows = [prefill(m, list(range(300))).row, prefill(m, list(range(500, 800 + later))).row]
+    for step in range(1, 5):
+        for n, (row, length) in enumerate(zip(rows, (300, 300 + later))):
+            assert decode_plan(m, {f"request {n}": (row, length + step)}) == (step == 1), (n, step)
+    m.tiers.pending.free_rows([3])
+    assert decode_plan(m, {"request 0": (rows[0], 305)})
+    assert decode_plan(m, {"request 1": (rows[1], 305 + later)}), "the event was applied, but not for this batch"
+
+
+def test_decode_batches_that_take_turns_are_planned_again_where_windows_shrink():
+    m = model(kept_pages=1)
+    rows = [prefill(m, list(range(300))).row, prefill(m, list(range(500, 800))).row]
+    for step in range(1, 4):
+        for n, row in enumerate(rows):
+            assert decode_plan(m, {f"request {n}": (row, 300 + step)}), "the other's plan may have taken its pages"
+    assert not decode_plan(m, {"request 1": (rows[1], 304)}), "alone it goes on"
+
+
 def test_flush_empties_both_pools():
     m = model()
     m.leave(prefill(m, list(range(300))), publish=True)

@@ -29,7 +29,7 @@ def _fields() -> dict:
 
 def _bad(refused: checks.Refused):
     """A value that a user might give."""
-    known = {"kv_cache_dtype": "fp8_e4m3", "pp_size": 2, "dcp_size": 2, "attn_cp_size": 2}
+    known = {"kv_cache_dtype": "fp8_e4m3", "dcp_size": 2, "attn_cp_size": 2}
     return known.get(refused.field, True if refused.allowed == (None, False, "") else "something")
 
 
@@ -66,8 +66,8 @@ def test_fields_exist():
 
 def test_all_refused_settings_are_listed_at_once():
     with pytest.raises(KVQuantError) as error:
-        checks.check_flags({"enable_lmcache": True, "pp_size": 2, "page_size": 1}, "cpu")
-    assert all(flag in str(error.value) for flag in ("--enable-lmcache", "--pp-size 2", "--page-size 1"))
+        checks.check_flags({"enable_lmcache": True, "dcp_size": 2, "page_size": 1}, "cpu")
+    assert all(flag in str(error.value) for flag in ("--enable-lmcache", "--dcp-size 2", "--page-size 1"))
 
 
 @pytest.mark.parametrize(

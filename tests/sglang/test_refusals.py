@@ -51,7 +51,7 @@ def test_what_fits_is_not_refused(start, tmp_path):
         (["--attention-backend", "flashinfer"], "--attention-backend flashinfer: --kv-quant brings its own"),
         (["--kv-cache-dtype", "fp8_e4m3"], "--kv-cache-dtype fp8_e4m3: "),
         (["--page-size", "16"], "--page-size 16: pages hold 64 tokens"),
-        (["--pp-size", "2"], "--pp-size 2: "),
+        (["--enable-mixed-chunk", "--pp-size", "2"], "--enable-mixed-chunk and --pp-size 2: not tried"),
         (["--kv-quant-sink", "100"], "--kv-quant-sink 100: must be a multiple"),
         (["--kv-quant-recent", "0"], "--kv-quant-recent 0: must be a multiple of the page size 64, at least 64"),
         (["--kv-quant-bf16-budget", "1.5"], "--kv-quant-bf16-budget 1.5: "),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
@@ -37,7 +39,8 @@ class TierManager(TierState):
         self._fills = Fills(self, self._move_tokens)
         self._dirty = True
         self._forget = False  # forget everything before the next plan
-        self._next_lens: np.ndarray | None = None  # lengths that continue the last decode batch
+        # By requests: the lengths that continue a decode batch whose plan still holds.
+        self._next_lens: dict[tuple[str, ...], np.ndarray] = {}
 
     # -- the scheduler's side ------------------------------------------------------------------
 
@@ -51,19 +54,27 @@ class TierManager(TierState):
 
     # -- the forward pass's side ---------------------------------------------------------------
 
-    def decode_needs_plan(self, seq_lens: torch.Tensor) -> bool:
+    def decode_needs_plan(self, seq_lens: torch.Tensor, requests: Sequence[str] | None = None) -> bool:
         """Tells if a decode batch must be planned; ``seq_lens`` int ``[batch]`` is on the host.
 
         Ranges, windows and page ids change only when a page fills or the next one begins. They also change after a
         prefill, or when the scheduler moves or frees pages. Lengths below 2 are padding. A batch that does not continue
-        the last one token by token contains other requests.
+        an earlier one token by token contains other requests.
+
+        Args:
+            requests: ids of the batch's requests. With pipeline parallelism decode batches take turns, and two may have
+                the same lengths.
         """
-        lens = seq_lens.numpy()
-        goes_on = self._next_lens is not None and np.array_equal(lens, self._next_lens)
-        self._next_lens = np.where(lens > 1, lens + 1, lens)
-        if self._dirty or self.pending or not goes_on:  # ``reset`` sets ``_dirty``
-            return True
-        return bool(((lens % P <= 1) & (lens > 1)).any())
+        lens, batch = seq_lens.numpy(), tuple(requests or ())
+        if self._dirty or self.pending:  # ``reset`` sets ``_dirty``
+            self._next_lens.clear()
+        expected = self._next_lens.get(batch)
+        goes_on = expected is not None and np.array_equal(lens, expected)
+        needed = not goes_on or bool(((lens % P <= 1) & (lens > 1)).any())
+        if needed and self.soft_pages > 0:  # its plan may shrink the windows of other batches
+            self._next_lens.clear()
+        self._next_lens[batch] = np.where(lens > 1, lens + 1, lens)
+        return needed
 
     def plan_decode(self, rows: torch.Tensor, seq_lens: torch.Tensor, max_len: int) -> None:
         """Plans a decode step. rows, seq_lens int64 ``[batch]`` (the new token counted); row 0 is padding."""

@@ -27,6 +27,7 @@ from sglang_kvq.sglang import compat, runtime
 from sglang_kvq.sglang.attention import drafts
 from sglang_kvq.sglang.disaggregation.checks import mode_of
 from sglang_kvq.sglang.disaggregation.staging import entries_for, staging_bytes
+from sglang_kvq.sglang.memory import stages
 from sglang_kvq.sglang.runtime import config_of, logger
 from sglang_kvq.sglang.types import Configurator, ModelConfig, Original
 
@@ -71,6 +72,7 @@ def why_not_shared(kvc: Configurator, config: KVQuantConfig, draft_page_bytes: i
         ("--speculative-algorithm", draft_page_bytes or compat.resolved(args, "speculative_algorithm")),
         ("--enable-streaming-session", getattr(args, "enable_streaming_session", False)),
         ("kvq calibrate", config.capture),
+        ("--pp-size", stages.stages_of(args) > 1),
     ):
         if given:
             return f"pages do not move with {flag}"
@@ -151,7 +153,7 @@ def resolve_max_num_reqs(original: Original, self: Configurator, token_capacity:
             rows = min(rows, few)
         most, whole = (min(rows, n) for n in (layout.max_requests, layout.whole_windows))
         layout = replace(layout, max_requests=most, whole_windows=whole)
-    state.layout = layout
+    state.layout = layout = stages.agree(layout, self.server_args)
     if self.server_args.max_running_requests is not None and layout.max_requests < requests:
         why = "" if layout.arena else f" and --kv-quant-bf16-budget {state.config.bf16_share} holds {layout.slots}"
         fix = "--mem-fraction-static" if layout.arena else "the budget"

@@ -77,7 +77,7 @@ VARIABLES = {
         "SGLANG_ENABLE_DP_SPEC_PREFILL_COORDINATION",
         "SGLANG_SPEC_SKIP_ZERO_STEP_DRAFT_EXTEND",
     ),
-    "--pp-size is refused": ("SGLANG_ENABLE_PP_SPEC", "SGLANG_PP_PARALLEL_DEEPGEMM_WARMUP"),
+    "--pp-size refuses drafts; warming up": ("SGLANG_ENABLE_PP_SPEC", "SGLANG_PP_PARALLEL_DEEPGEMM_WARMUP"),
     "--enable-memory-saver is refused": ("SGLANG_MEMORY_SAVER_CUDA_GRAPH",),
     "what HiCache remembers of its files": (
         "SGLANG_HICACHE_FILE_BACKEND_ENABLE_METADATA_CACHE",

@@ -50,6 +50,7 @@ def decode_row(each: Worker, row: int, qkv: list[torch.Tensor]) -> torch.Tensor:
     seq = torch.tensor([each.stored[row]])
     batch = SimpleNamespace(
         forward_mode=mode("decode"),
+        rids=[f"row {row}"],
         req_pool_indices=torch.tensor([row]),
         seq_lens=seq,
         seq_lens_cpu=seq,

@@ -82,6 +82,7 @@ class Worker:
         seq = torch.tensor(lens + [1] * more)
         batch = SimpleNamespace(
             forward_mode=mode("decode"),
+            rids=[f"row {row}" for row in rows],
             req_pool_indices=torch.tensor(rows + [0] * more),
             seq_lens=seq,
             seq_lens_cpu=seq,

@@ -1,0 +1,104 @@
+"""Pipeline stages: one layout for all, and what is refused beside them.
+
+Every stage runs a scheduler of its own, on the same requests. All must take the same decisions, so all must count the
+same pages and admit the same number of requests. Stages differ in layers, and so in bytes of a page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from sglang_kvq.cache.layout import MemoryLayout
+from sglang_kvq.config import KVQuantConfig
+from sglang_kvq.sglang import compat
+from sglang_kvq.sglang.attention.drafts import keeps_states
+from sglang_kvq.sglang.types import ModelConfig, ServerArgs
+
+_UNTRIED = "not tried with --kv-quant and --pp-size yet"
+_OFF = (None, False, "")
+
+#: Field of ServerArgs, why it is refused, and its harmless values.
+REFUSED: tuple[tuple[str, str, tuple[object, ...]], ...] = (
+    ("disaggregation_mode", "a window would have to travel from every stage", (None, "null")),
+    ("speculative_algorithm", "drafts are made by the last stage alone", (None,)),
+    ("enable_hierarchical_cache", _UNTRIED, _OFF),
+    ("enable_streaming_session", _UNTRIED, _OFF),
+    ("enable_mixed_chunk", _UNTRIED, _OFF),
+    ("enable_dynamic_chunking", "chunks may end within a page", _OFF),
+    ("enable_dp_attention", _UNTRIED, _OFF),
+)
+
+
+def stages_of(server_args: ServerArgs) -> int:
+    """Returns the number of pipeline stages."""
+    return int(compat.resolved(server_args, "pp_size", 1) or 1)
+
+
+def refused_flags(values: Mapping[str, Any]) -> list[str]:
+    """Returns what is wrong with the settings that the user typed, each with the fix."""
+    stages = values.get("pp_size")
+    if stages in (None, 1):
+        return []
+    return [
+        f"--{field.replace('_', '-')}{'' if values[field] is True else f' {values[field]}'} and --pp-size {stages}: "
+        f"{why}; leave out one of the two."
+        for field, why, allowed in REFUSED
+        if field in values and values[field] not in allowed
+    ]
+
+
+def refused_settings(server_args: ServerArgs, config: KVQuantConfig, model: ModelConfig) -> list[str]:
+    """Returns what is wrong with the settings as SGLang decided them, with the config's, and with the model."""
+    stages = stages_of(server_args)
+    if stages == 1:
+        return []
+    fields = ("pp_size", *(field for field, _, _ in REFUSED))
+    found = refused_flags({field: compat.resolved(server_args, field) for field in fields})
+    beside, layers = f"and --pp-size {stages}", model.num_hidden_layers
+    if config.episodic is not None:
+        found.append(
+            f"--episodic-policy {config.episodic.policy} {beside}: each stage would choose other tokens; leave out one "
+            "of the two."
+        )
+    if config.capture:
+        found.append(f"kvq calibrate {beside}: {_UNTRIED}; use --tp.")
+    for what, has in (("sliding windows", model.is_hybrid_swa), ("recurrent states", keeps_states(model))):
+        if has:
+            found.append(f"a model with {what} {beside}: {_UNTRIED}; use --tp.")
+    if layers < stages:
+        found.append(f"--pp-size {stages}: the model has {layers} layers; use at most {layers}.")
+    return found
+
+
+def agree(layout: MemoryLayout, server_args: ServerArgs) -> MemoryLayout:
+    """Returns the layout with which all stages serve: the smallest numbers of requests.
+
+    Call it on every worker, and as often on each: it waits for the others.
+
+    Raises:
+        SystemExit: SGLang gave the stages different numbers of pages.
+    """
+    if stages_of(server_args) == 1:
+        return layout
+    requests, whole, fewest, most = least_of_all(
+        [layout.max_requests, layout.whole_windows, layout.pages, -layout.pages]
+    )
+    if fewest != -most:
+        raise SystemExit(
+            f"sglang-kvq: SGLang gives the pipeline stages from {fewest} to {-most} pages of cache, but all need the "
+            "same number; serve without --pp-size."
+        )
+    return replace(layout, max_requests=requests, whole_windows=whole)
+
+
+def least_of_all(numbers: list[int]) -> list[int]:
+    """Returns the smallest of each number over all workers of this copy of the model."""
+    from sglang.srt.distributed.parallel_state import get_world_group
+
+    found = torch.tensor(numbers, dtype=torch.int64)
+    torch.distributed.all_reduce(found, op=torch.distributed.ReduceOp.MIN, group=get_world_group().cpu_group)
+    return [int(number) for number in found.tolist()]

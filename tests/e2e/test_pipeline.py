@@ -1,0 +1,129 @@
+"""Two pipeline stages answer as one does: over quantized pages, cached prefixes, micro-batches that take turns."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+import requests
+import torch
+from packaging.version import Version
+
+from benchmarks.tiny_models import MODELS, VOCABULARY
+from sglang_kvq.sglang import compat
+from tests.e2e.client import Client, together
+from tests.e2e.test_serving import PRESSED, assert_empties
+
+#: Two stages have 2 and 3 layers, so their pages differ in bytes.
+LAYERS = 5
+#: The memory is divided once, as it is for stages. Prefills read history from records, like decode steps.
+FLAGS = (
+    *("--skip-tokenizer-init", "--kv-quant", "turboquant", "--kv-quant-bf16-budget", "0.3"),
+    *("--kv-quant-recent", "128", "--kv-quant-prefill-window", "0", "--chunked-prefill-size", "256"),
+)
+#: Every request is a batch of its own, so nothing depends on which requests meet: answers are equal bit by bit.
+ALONE = ("--pp-size", "2", "--pp-max-micro-batch-size", "1")
+TOKENS = 8
+#: Before 0.5.22 SGLang counts tensor-parallel ranks only where it binds workers to cores, so stages share one.
+ENV = {} if compat.sglang_version() >= Version("0.5.22") else {"SGLANG_CPU_OMP_THREADS_BIND": "0"}
+#: Log-probabilities of two plain servers differ by up to 0.07 where other requests share the batch.
+NOISE = 0.2
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    """Its head is its own: SGLang's stages do not share tied embeddings on every release."""
+    return replace(MODELS["llama"], name="llama_stages", layers=LAYERS).write(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def ids() -> list[int]:
+    draw = torch.Generator().manual_seed(5)
+    return torch.randint(2, VOCABULARY, (4000,), generator=draw).tolist()
+
+
+def long_history(client: Client, ids: list[int]) -> list:
+    """A prompt of three chunks and its answer, then another behind the same prefix."""
+    first = client.token_logprobs(ids[:700], 40)
+    again = client.generate(ids[:640] + ids[900:990], 40, return_logprob=True)
+    assert again["meta_info"]["cached_tokens"] == 640
+    return [first, again["output_ids"], again["meta_info"]["output_token_logprobs"]]
+
+
+def pairs(ids: list[int]) -> list[tuple[list[int], list[int]]]:
+    """Prompts of two requests at once; the second is 0 to 3 tokens longer."""
+    return [(ids[1000 + 100 * n :][:40], ids[2000 + 100 * n :][: 40 + n]) for n in range(4)]
+
+
+def answer(client: Client, prompt: list[int], tokens: int = TOKENS) -> list:
+    return _parts(client.generate(prompt, tokens, return_logprob=True))
+
+
+def _parts(reply: dict) -> list:
+    """Tokens and their log-probabilities."""
+    return [reply["output_ids"], [pair[0] for pair in reply["meta_info"]["output_token_logprobs"]]]
+
+
+@pytest.fixture(scope="module")
+def one(servers, tiny, ids) -> dict:
+    """What one stage says, asked one by one."""
+    client = Client(servers(*FLAGS, model=tiny))
+    said = {"long": long_history(client, ids), "prompts": {}}
+    client.flush()
+    for prompt in [prompt for pair in pairs(ids) for prompt in pair] + crowd(ids):
+        said["prompts"][tuple(prompt)] = answer(client, prompt)
+    return said
+
+
+def crowd(ids: list[int]) -> list[list[int]]:
+    """More prompts than the cache has room for; none is divided, because SGLang batches the parts of several."""
+    return [ids[140 * n :][:250] for n in range(18)]
+
+
+@pytest.fixture(scope="module")
+def two(servers, tiny, one) -> Client:
+    return Client(servers(*FLAGS, *ALONE, model=tiny, env=ENV, alone=True))
+
+
+def test_a_long_history_reads_the_same_pages(two, one, ids):
+    assert long_history(two, ids) == one["long"]
+    state = two.state()
+    assert state["tiers"]["quantized_tokens"] >= 512 and state["errors"] == 0
+    two.flush()
+
+
+def test_micro_batches_take_turns(two, one, ids):
+    """Each answers as alone; tests/sglang/attention/test_turns.py has lengths that continue each other."""
+    for pair in pairs(ids):
+        said = [_parts(reply) for reply in two.generate(list(pair), TOKENS, return_logprob=True)]  # arrive together
+        assert said == [one["prompts"][tuple(prompt)] for prompt in pair]
+
+
+def test_stages_evict_in_step(two, one, ids):
+    """More tokens than there is room for; then SGLang's strict checks and ours, in both stages."""
+    prompts = crowd(ids)
+    said = together([lambda prompt=prompt: answer(two, prompt) for prompt in prompts])
+    assert said == [one["prompts"][tuple(prompt)] for prompt in prompts]
+    assert_empties(two)
+
+
+def test_stages_retract_in_step(servers, tiny, two, one, ids):
+    """Batches of several requests, chunks, retractions and an abort: as many in one stage as in the other."""
+    server = servers(*FLAGS, "--pp-size", "2", model=tiny, env={**PRESSED, **ENV}, alone=True)
+    client = Client(server)
+
+    def leave() -> list:
+        requests.post(f"{client.url}/generate", json={"input_ids": ids[:300], "stream": True}, stream=True).close()
+        return []
+
+    prompts = crowd(ids)[:6]
+    jobs = [lambda prompt=prompt: answer(client, prompt, 40) for prompt in prompts]
+    jobs += [lambda n=n: answer(client, ids[300 * n :][:600], 40) for n in range(2)]
+    said = together([*jobs, leave])
+    assert [len(tokens) for tokens, _ in said[:-1]] == [40] * 8
+    for prompt, (_, logprobs) in zip(prompts, said):
+        assert abs(logprobs[0] - one["prompts"][tuple(prompt)][1][0]) < NOISE
+    assert_empties(client)
+    retracted = [re.findall(rf" {stage}\] .*#retracted_reqs: (\d+)", server.log()) for stage in ("PP0", "PP1")]
+    assert retracted[0] == retracted[1] and len(retracted[0]) > 0

@@ -1,0 +1,25 @@
+"""Decode batches that take turns, as micro-batches of pipeline stages do: each answers as if it were alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sglang_kvq.cache.integrity import check_integrity
+from tests.sglang.attention.test_mixed_batches import decode_row, worker
+
+
+@pytest.mark.parametrize("later", [0, 1, 2, 64])
+def test_batches_that_take_turns_answer_as_alone(later):
+    """With ``later`` 1 each length of the second batch continues one of the first."""
+    lens = {1: 300, 2: 300 + later}
+    both, alone = worker(False), {row: worker(False) for row in lens}
+    for row, length in lens.items():
+        for each in (both, alone[row]):
+            each.extend({row: length}, length, row)
+    for step in range(100):
+        for row in lens:
+            qkv = both.activations(1, 1000 * row + step)
+            assert torch.equal(decode_row(both, row, qkv), decode_row(alone[row], row, qkv)), (row, step)
+    check_integrity(both.tiers)
+    assert int(both.tiers.errors) == 0
