@@ -45,7 +45,7 @@ def test_what_fits_is_not_refused(start, tmp_path):
         (["--speculative-algorithm", "NGRAM"], "--speculative-ngram-max-bfs-breadth 10: wider trees"),
         (["--enable-lmcache"], "--enable-lmcache: "),
         (
-            ["--disaggregation-mode", "prefill", "--disaggregation-transfer-backend", "nixl"],
+            ["--disaggregation-mode", "prefill", "--disaggregation-transfer-backend", "mori"],
             "--disaggregation-mode prefill: ",
         ),
         (["--attention-backend", "flashinfer"], "--attention-backend flashinfer: --kv-quant brings its own"),
