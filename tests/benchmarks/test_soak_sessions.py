@@ -121,7 +121,8 @@ class FakeReference:
         sums = [math.fsum(abs(a - b[2]) for a, b in zip(end, at)) for end in ends]
         exact, quantized = (one / len(at) for one in sums)
         between = math.fsum(abs(a - b) for a, b in zip(*ends)) / len(at)
-        return Readings(exact, quantized, between, [min(exact, quantized)])  # 0.05 at most if all was read
+        # If all was read, 0.1 at most: half of what quantizing costs, if all ``value`` were 1; mostly about 0.05.
+        return Readings(exact, quantized, between, [min(exact, quantized)])
 
 
 def soaked(server: FakeServer, fault: bool = False) -> tuple[bool, dict]:
@@ -137,7 +138,7 @@ def test_a_sound_server_passes_at_whatever_precision_it_reads():
     assert passed, row
     assert SCALE.least <= row["chosen_pages"] <= row["compared"] <= SCALE.compared
     assert row["wrong_answers"] == row["errors"] == 0 and row["worst_distance"] <= 0.51
-    assert row["worst_missing"] <= 0.05 < 1 < row["wrong_page_missing"]
+    assert row["worst_missing"] <= 0.1 < 1 < row["wrong_page_missing"]
     assert row["wrong_page_seen"] == 1 and row["aborted"] > 0
     assert set(row["kinds"]) >= {"ask", "edit", "abort", "disconnect", "plain", "given_up"}
 
