@@ -6,6 +6,7 @@ None where neither is installed.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -89,7 +90,6 @@ def _prefill_libraries(device: torch.device, head_dim: int, backends: tuple[str,
         import flashinfer
 
         yield from ((flashinfer, backend) for backend in backends if backend != FA3)
-    try:
-        yield from ((fa3.load(device, head_dim)[0], backend) for backend in backends if backend == FA3)
-    except RuntimeError:
-        return
+    if FA3 in backends:
+        with suppress(RuntimeError):
+            yield fa3.load(device, head_dim)[0], FA3

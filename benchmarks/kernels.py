@@ -113,7 +113,7 @@ def main() -> None:
             Q_HEADS, KV_HEADS, D, torch.device("cuda"), ragged.workspace_tokens(KV_HEADS, D)
         )
         print(f"long prefill chunks: {used}", flush=True)
-        # Short ones first: the others send every chunk to FlashInfer from then on.
+        # Short ones first: the others send every chunk to the library from then on.
         extends = [short_rows(timer, prefill), extend_rows(timer, None)] + (
             [extend_rows(timer, prefill)] if prefill else []
         )

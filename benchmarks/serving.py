@@ -115,7 +115,7 @@ def size(tokens: int) -> str:
 
 @dataclass
 class Stream:
-    """What came back for one request.
+    """The answer to one request, as it came back.
 
     Attributes:
         begin: ``time.perf_counter()`` when it was sent.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 
 
@@ -20,6 +20,28 @@ def unknown(flag: str, value: str, choices: Iterable[str]) -> KVQuantError:
     near = get_close_matches(value, known, 1)
     meant = f" did you mean {near[0]}?" if near else ""
     return KVQuantError(f"{flag} {value}: unknown;{meant} choose one of {', '.join(known)}.")
+
+
+def typed(field: str, value: object) -> str:
+    """Returns a setting of ServerArgs as a user types it: ``--enable-lora``, or ``--page-size 16``."""
+    return f"--{field.replace('_', '-')}" + ("" if value is True else f" {value}")
+
+
+def refused_beside(
+    refused: Iterable[tuple[str, str, tuple[object, ...]]], values: Mapping[str, object], other: str, fix: str = ""
+) -> list[str]:
+    """Returns a line for each setting that is refused beside another.
+
+    Args:
+        refused: a field of ServerArgs, the reason, and the field's harmless values.
+        values: settings; a field that it lacks is harmless.
+        other: the setting beside which they are refused, as a user types it; fix: follows the reason.
+    """
+    return [
+        f"{typed(field, values[field])} and {other}: {why}{fix}."
+        for field, why, allowed in refused
+        if field in values and values[field] not in allowed
+    ]
 
 
 def first_line(error: Exception) -> str:

@@ -33,14 +33,14 @@ def load(
         begin = time.monotonic()
         try:
             library, name = find(device, head_dim)
-            prefill = RaggedPrefill(
-                library, q_heads, kv_heads, head_dim, device, capacity, float_workspace=max(workspace, 1)
-            )
+            prefill = RaggedPrefill(library, q_heads, kv_heads, head_dim, device, capacity, float_workspace=workspace)
             _try(prefill)
         except Exception as error:  # whatever building and launching foreign kernels can raise
             reasons.append(f"{title}: {(str(error).strip().splitlines() or [type(error).__name__])[-1]}")
             continue
         seconds = time.monotonic() - begin
+        if backend := getattr(prefill.wrappers["auto"][0].wrapper, "_backend", None):  # FlashInfer's own choice
+            name += f" {backend}"
         return prefill, (
             f"{name} for chunks of {LEAST_TOKENS} tokens and more, else triton; {capacity:,} tokens of workspace, "
             f"{capacity * kv_heads * head_dim * 4 >> 20} MiB (ready in {seconds:.0f} s)"

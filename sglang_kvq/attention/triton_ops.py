@@ -45,7 +45,7 @@ class BatchPlans:
 
     Attributes:
         is_short: True if pages are read directly, by whether the layer's records are cheap (``extend.is_cheap``).
-        short, calls, slabs: plans of the three ways: pages read directly, FlashInfer's calls, our own kernel's slabs.
+        short, calls, slabs: plans of the three ways: pages read directly, a library's calls, our own kernel's slabs.
         scores: plans of scoring past keys, by request.
     """
 

@@ -15,7 +15,7 @@ import torch
 
 from sglang_kvq.config import MAX_GQA_GROUP, KVQuantConfig
 from sglang_kvq.constants import HEAD_DIMS, PAGE_SIZE
-from sglang_kvq.errors import KVQuantError
+from sglang_kvq.errors import KVQuantError, typed
 from sglang_kvq.releases import NEW_TREE, OLD_TREE, RELEASES, WITHOUT_STATES, WITHOUT_WINDOWS
 from sglang_kvq.rotations.identity import unapplied_window
 from sglang_kvq.sessions.config import EPICACHE
@@ -42,10 +42,6 @@ class Refused:
     field: str
     why: str
     allowed: tuple[object, ...] = (None, False, "")
-
-    @property
-    def flag(self) -> str:
-        return "--" + self.field.replace("_", "-")
 
 
 _SPEC = f"this way of drafting is not served yet; {', '.join(SERVED)} are"
@@ -151,7 +147,7 @@ def check_flags(values: Mapping[str, Any], device: str) -> None:
         KVQuantError: lists every one, with the fix.
     """
     found = [
-        f"{_typed(r.flag, values[r.field])}: {r.why}."
+        f"{typed(r.field, values[r.field])}: {r.why}."
         for r in REFUSED
         if r.field in values and values[r.field] not in r.allowed
     ]
@@ -181,10 +177,6 @@ def check_flags(values: Mapping[str, Any], device: str) -> None:
     for others in (hicache_checks, transfers, stages):
         found += others.refused_flags(values)
     _raise(found)
-
-
-def _typed(flag: str, value: Any) -> str:
-    return flag if value is True else f"{flag} {value}"
 
 
 def _raise(found: list[str]) -> None:
@@ -226,7 +218,7 @@ def check_resolved(server_args: ServerArgs, config: KVQuantConfig) -> None:
     device = compat.resolved(server_args, "device").split(":")[0]
     backend, graphs = compat.attention_backend(device), compat.resolved(server_args, "cuda_graph_config")
     found = [
-        f"{_typed(r.flag, value)} (set by SGLang for this model): {r.why}."
+        f"{typed(r.field, value)} (set by SGLang for this model): {r.why}."
         for r in REFUSED
         if (value := compat.resolved(server_args, r.field, r.allowed[0])) not in r.allowed
     ]

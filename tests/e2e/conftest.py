@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from importlib.metadata import version
 from pathlib import Path
 
@@ -133,6 +135,13 @@ class Servers:
         if self._preloaded:
             self._preloaded.stop()
             self._preloaded = None
+
+
+@cache
+def lacks(module: str, packages: str) -> str | None:
+    """Returns what is missing if a module cannot be imported; None if it can."""
+    run = subprocess.run([sys.executable, "-c", f"import {module}"], capture_output=True, text=True)
+    return None if run.returncode == 0 else f"needs pip install {packages}: {run.stderr.strip().splitlines()[-1]}"
 
 
 @pytest.fixture(scope="session")

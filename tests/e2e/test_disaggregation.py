@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import json
 import random
-import subprocess
-import sys
 import threading
 import time
 from dataclasses import dataclass
-from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -19,7 +16,7 @@ from launch.server import Server
 from sglang_kvq.server_process import free_port
 from sglang_kvq.sglang import compat, hooks
 from tests.e2e.client import Client, together
-from tests.e2e.conftest import ON_GPU
+from tests.e2e.conftest import ON_GPU, lacks
 from tests.e2e.test_serving import CHAT, STRICT
 
 #: Of ``test_serving`` too, whose server gives the answers to compare with.
@@ -41,22 +38,17 @@ NOISE = 0.3
 ENGINES = {
     "mooncake_tcp": (
         "mooncake.engine",
-        "pip install mooncake-transfer-engine-non-cuda, libibverbs1, librdmacm1, libnl-route-3-200",
+        "mooncake-transfer-engine-non-cuda, libibverbs1, librdmacm1, libnl-route-3-200",
     ),
-    "nixl": ("nixl._api", "pip install 'nixl[cu12]'"),
+    "nixl": ("nixl._api", "'nixl[cu12]'"),
 }
 
 
-@cache
 def why_not(backend: str) -> str | None:
     """Returns what is missing for a transfer back end."""
     if not compat.applies(hooks.TRANSFERS, compat.sglang_version()):
         return "this SGLang release sends plain pages only"
-    module, packages = ENGINES[backend]
-    run = subprocess.run([sys.executable, "-c", f"import {module}"], capture_output=True, text=True)
-    if run.returncode:
-        return f"needs {packages}: {run.stderr.strip().splitlines()[-1]}"
-    return None
+    return lacks(*ENGINES[backend])
 
 
 def any_engine() -> str:

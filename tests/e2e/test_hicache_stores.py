@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ import pytest
 from sglang_kvq.constants import PAGE_SIZE as P
 from sglang_kvq.server_process import free_port
 from tests.e2e.client import Client
+from tests.e2e.conftest import lacks
 from tests.e2e.test_hicache import FLAGS, PAGES, ask, at, come_back, page_names, wait_for
 
 #: Flags but the back end and what is about it.
@@ -22,12 +22,6 @@ OTHERS = [flag for flag in FLAGS if flag not in ("--hicache-storage-backend", "f
 #: Milliseconds in which Mooncake lets nobody remove an object that somebody read.
 LEASE = 60_000
 MODEL = "kvq1-int2-"
-
-
-@cache
-def why_not(module: str, package: str) -> str | None:
-    run = subprocess.run([sys.executable, "-c", f"import {module}"], capture_output=True, text=True)
-    return None if run.returncode == 0 else f"needs pip install {package}: {run.stderr.strip().splitlines()[-1]}"
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +47,7 @@ def start(servers, small_host) -> Callable[..., Client]:
 # -- NIXL --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(bool(why_not("nixl._api", "nixl")), reason=str(why_not("nixl._api", "nixl")))
+@pytest.mark.skipif(bool(lacks("nixl._api", "nixl")), reason=str(lacks("nixl._api", "nixl")))
 @pytest.mark.parametrize("direct", [False, True], ids=["zero copy", "direct I/O"])
 def test_nixl(start, tmp_path, direct):
     variables = {
@@ -109,8 +103,8 @@ def master(tmp_path) -> Iterator[str]:
 
 
 @pytest.mark.skipif(
-    bool(why_not("mooncake.store", "mooncake-transfer-engine-non-cuda")),
-    reason=str(why_not("mooncake.store", "mooncake-transfer-engine-non-cuda")),
+    bool(lacks("mooncake.store", "mooncake-transfer-engine-non-cuda")),
+    reason=str(lacks("mooncake.store", "mooncake-transfer-engine-non-cuda")),
 )
 def test_mooncake(start, master):
     from mooncake.store import MooncakeDistributedStore

@@ -67,7 +67,7 @@ def _parts(reply: dict) -> list:
 
 @pytest.fixture(scope="module")
 def one(servers, tiny, ids) -> dict:
-    """What one stage says, asked one by one."""
+    """Answers of one stage to prompts one by one."""
     client = Client(servers(*FLAGS, model=tiny))
     said = {"long": long_history(client, ids), "prompts": {}}
     client.flush()

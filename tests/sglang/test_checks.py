@@ -10,7 +10,7 @@ from packaging.version import Version
 
 from sglang_kvq.cache.pool import PagePool
 from sglang_kvq.config import KVQuantConfig
-from sglang_kvq.errors import KVQuantError
+from sglang_kvq.errors import KVQuantError, typed
 from sglang_kvq.sglang import checks, compat
 from sglang_kvq.sglang.runtime import CONFIG_ATTRIBUTE
 from tests.pairs import few
@@ -35,7 +35,7 @@ def _bad(refused: checks.Refused):
 
 @pytest.mark.parametrize("refused", checks.REFUSED, ids=lambda r: r.field)
 def test_setting_is_refused_by_name(refused):
-    with pytest.raises(KVQuantError, match=f"{refused.flag}.*{refused.why[:20]}"):
+    with pytest.raises(KVQuantError, match=f"{typed(refused.field, True)}.*{refused.why[:20]}"):
         checks.check_flags({refused.field: _bad(refused)}, "cpu")
 
 

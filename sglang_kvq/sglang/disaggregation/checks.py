@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from sglang_kvq.config import KVQuantConfig
+from sglang_kvq.errors import refused_beside
 from sglang_kvq.sglang import compat
 from sglang_kvq.sglang.attention.drafts import BRANCHING, draft_model, keeps_states
 from sglang_kvq.sglang.disaggregation.drafts import WITH_PREFIX_CACHE
@@ -61,7 +62,7 @@ def refused_flags(values: Mapping[str, Any]) -> list[str]:
             f"--disaggregation-mode {mode}: SGLang {compat.sglang_version()} sends plain BF16 pages only; install "
             f"SGLang {TRANSFERS.removeprefix('>=')} or newer."
         ]
-    found = _found(mode, values)
+    found = refused_beside(REFUSED, values, f"--disaggregation-mode {mode}")
     algorithm = values.get("speculative_algorithm")
     if (
         mode == "decode"
@@ -83,7 +84,11 @@ def refused_settings(server_args: ServerArgs, config: KVQuantConfig, model: Mode
     mode = mode_of(server_args)
     if mode is None:
         return []
-    found = _found(mode, {field: compat.resolved(server_args, field) for field, _, _ in REFUSED})
+    found = refused_beside(
+        REFUSED,
+        {field: compat.resolved(server_args, field) for field, _, _ in REFUSED},
+        f"--disaggregation-mode {mode}",
+    )
     with_mode = f"and --disaggregation-mode {mode}"
     if config.episodic is not None:
         found.append(f"--episodic-policy {config.episodic.policy} {with_mode}: {_UNTRIED}.")
@@ -100,12 +105,3 @@ def refused_settings(server_args: ServerArgs, config: KVQuantConfig, model: Mode
             if has:
                 found.append(f"{name} with {what} {with_mode}: {_UNTRIED}.")
     return found
-
-
-def _found(mode: str, values: Mapping[str, Any]) -> list[str]:
-    return [
-        f"--{field.replace('_', '-')}{'' if values[field] is True else f' {values[field]}'} and --disaggregation-mode "
-        f"{mode}: {why}."
-        for field, why, allowed in REFUSED
-        if field in values and values[field] not in allowed
-    ]

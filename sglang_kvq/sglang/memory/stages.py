@@ -14,6 +14,7 @@ import torch
 
 from sglang_kvq.cache.layout import MemoryLayout
 from sglang_kvq.config import KVQuantConfig
+from sglang_kvq.errors import refused_beside
 from sglang_kvq.sglang import compat
 from sglang_kvq.sglang.attention.drafts import keeps_states
 from sglang_kvq.sglang.types import ModelConfig, ServerArgs
@@ -43,12 +44,7 @@ def refused_flags(values: Mapping[str, Any]) -> list[str]:
     stages = values.get("pp_size")
     if stages in (None, 1):
         return []
-    return [
-        f"--{field.replace('_', '-')}{'' if values[field] is True else f' {values[field]}'} and --pp-size {stages}: "
-        f"{why}; leave out one of the two."
-        for field, why, allowed in REFUSED
-        if field in values and values[field] not in allowed
-    ]
+    return refused_beside(REFUSED, values, f"--pp-size {stages}", "; leave out one of the two")
 
 
 def refused_settings(server_args: ServerArgs, config: KVQuantConfig, model: ModelConfig) -> list[str]:

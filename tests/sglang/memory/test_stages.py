@@ -52,7 +52,7 @@ def _stage(rank: int, pages: int, meeting: Path, answers: multiprocessing.Queue)
 
 
 def both(folder: Path, *pages: int) -> list:
-    """What each of two stages answers, in two processes that meet in ``folder``."""
+    """Returns the answers of two stages, in two processes that meet in ``folder``."""
     fork = multiprocessing.get_context("fork")
     answers = fork.Queue()
     processes = [fork.Process(target=_stage, args=(rank, pages[rank], folder / "meeting", answers)) for rank in (0, 1)]
