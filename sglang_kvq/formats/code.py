@@ -18,17 +18,17 @@ class CodeFormat:
 
     Attributes:
         bits: 2, 3 or 4.
-        levels: a name of ``formats.levels.LEVELS``.
+        levels: a name in ``formats.levels.LEVELS``.
         statistic: how the elements that share a scale determine it. ``minmax`` puts the outer levels on their
             extremes. ``moments`` centres the levels on their mean and scales by their standard deviation. ``norm``
             centres on 0, scales by their Euclidean norm and stores no offset.
         axis: ``token``: a scale per token and group along head_dim (``norm``: per token). ``channel``: a scale per
             element of head_dim and run of tokens in the page.
-        gain: factor on the scale of least mean squared error, for ``moments`` and ``norm``. That scale shrinks rows,
-            and scores with them, by its relative squared error: 12% at 2 bits on Gaussian rows (Max 1960).
-        centred: subtract each channel's mean over the page's tokens before coding, and store the mean. Only for
-            keys (``PageFormat``), per token. Some channels of keys barely change from token to token (KIVI, arXiv
-            2402.02750, figure 2); uncentred, they would fill the range of every row.
+        gain: factor on the scale of least mean squared error, for ``moments`` and ``norm``. Without the factor, that
+            scale shrinks rows, and so scores, by its relative squared error: 12% at 2 bits on Gaussian rows (Max 1960).
+        centred: True to subtract each channel's mean over the page's tokens before coding, and to store the mean. Only
+            for keys (``PageFormat``) with codes per token. Some channels of keys barely change from token to token
+            (KIVI, arXiv 2402.02750, figure 2); uncentred, they would fill the range of every row.
 
     Raises:
         KVQuantError: a value does not exist, or values exclude each other.
@@ -72,7 +72,7 @@ class CodeFormat:
 
     @property
     def per_token(self) -> bool:
-        """True if a token shares nothing stored with other tokens, so it can move to another page."""
+        """True if a token shares no stored data with other tokens, so it can move to another page."""
         return self.axis == "token" and not self.centred
 
     def table(self, head_dim: int) -> LevelTable:

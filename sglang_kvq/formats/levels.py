@@ -32,8 +32,9 @@ class LevelTable:
 
     Attributes:
         levels: ascending integers from 0, ``levels[i] + levels[-1 - i] == levels[-1]``.
-        unit: scale of least mean squared error at variance 1, times the gain. The density is the table's own, a
-            Gaussian for uniform levels. It has 12 significant bits, so that the last bit of a libm does not matter.
+        unit: scale of least mean squared error at variance 1, times the gain. The density is the one that the levels
+            are optimal for, or a Gaussian for uniform levels. The scale is rounded to 12 significant bits, because the
+            last bits may differ between math libraries.
         distortion: mean squared error at that scale.
     """
 
@@ -47,12 +48,12 @@ class LevelTable:
 
     @property
     def middle(self) -> float:
-        """Centre of symmetry: an integer, or half of one for uniform levels."""
+        """Center of symmetry: an integer, or a half-integer for uniform levels."""
         return self.top / 2
 
     @property
     def thresholds(self) -> tuple[float, ...]:
-        """Midpoints of neighbouring levels, multiples of 0.5. A value on a midpoint takes the lower code."""
+        """Midpoints of neighboring levels, multiples of 0.5. A value on a midpoint takes the lower code."""
         return tuple((a + b) / 2 for a, b in zip(self.levels, self.levels[1:]))
 
 
@@ -98,7 +99,7 @@ class _Density:
         self._below = [np.concatenate([[0.0], np.cumsum(mass * power)]) for power in (np.ones_like(x), x)]
 
     def cells(self, thresholds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns mass and first moment between neighbouring thresholds, the outer cells included."""
+        """Returns mass and first moment between neighboring thresholds, the outer cells included."""
         t = np.concatenate([[self._edges[0]], thresholds, [self._edges[-1]]])
         return tuple(np.diff(np.interp(t, self._edges, below)) for below in self._below)
 
@@ -131,7 +132,7 @@ def _distortion(values: np.ndarray, density: _Density) -> float:
 
 
 def _table(levels: np.ndarray, density: _Density) -> LevelTable:
-    """Finds the best unit for these levels, by Lloyd's iteration on that one parameter."""
+    """Finds the best unit for these levels by Lloyd's iteration on the unit alone."""
     centred, unit = levels - levels[-1] / 2, 4.0 / levels[-1]
     for _ in range(1000):
         mass, moment = density.cells(unit * (centred[1:] + centred[:-1]) / 2)

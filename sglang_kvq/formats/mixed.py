@@ -22,7 +22,7 @@ NARROW, *_, WIDE = BITS
 def mixed_formats(
     formats: Sequence[PageFormat], sensitivity: Mapping[str, Mapping[str, Sequence[float]]], target: float, source: str
 ) -> tuple[PageFormat, ...]:
-    """Repeatedly adds a bit where the error falls most, until the next bit would exceed the target.
+    """Widens codes bit by bit, each time where the model's error falls most, until a bit would exceed the target.
 
     A bit costs the same bytes everywhere, and each further bit gains less than the one before. The greedy choice is
     therefore optimal if the errors of layers add up.
@@ -30,8 +30,8 @@ def mixed_formats(
     Args:
         formats: one per layer, all of ``NARROW`` bits. A widened code is not clipped.
         sensitivity: {"k": {"2": [..], "4": [..]}, "v": ...}. Each list has, per layer, the rise of the model's error
-            when only that layer's keys (values) have that width. A missing "3" is the geometric mean of the two,
-            because each further bit divides a code's error by about the same factor.
+            when only that layer's keys (values) have that width. A missing "3" is the geometric mean of the other
+            two, because each further bit divides a code's error by about the same factor.
         target: allocated record bits per element, scales and offsets included, averaged over layers, keys and values.
         source: where the sensitivities come from, for messages.
 
@@ -79,7 +79,7 @@ def _widest(format: PageFormat) -> PageFormat:
 
 
 def _rises(sensitivity: Sensitivity, part: str, layers: int, source: str) -> dict[int, Sequence[float]]:
-    """Returns the rise of each layer, by width."""
+    """Returns for each width the rises of the model's error, one per layer."""
     known = {bits: sensitivity.get(part, {}).get(str(bits)) for bits in BITS}
     if known[3] is None and known[2] is not None and known[4] is not None:
         # A measured rise below 0 is noise.

@@ -10,7 +10,8 @@ For head_dim D and P tokens per page, a record is, without gaps,
     K mean    FP16 [D], for centred keys only
 
 V is stored transposed so that both matrix products of a decode step read codes along the reduced dimension. One thread
-of a matrix product holds K's rows r and r + 8. They are neighbouring tokens, so the thread reads both scales at once.
+of a matrix product holds K's rows r and r + 8. ``KEY_TOKENS`` makes these neighboring tokens, so the thread reads both
+scales at once.
 Every part, and every record, starts on a multiple of 64 bytes. INT2 per token with group 128 takes 2.25 bits per
 element at D = 128.
 """
@@ -29,7 +30,7 @@ from sglang_kvq.formats.code import INT2, CodeFormat
 from sglang_kvq.formats.pack import pack_codes, packed_bytes, unpack_codes
 from sglang_kvq.formats.quantize import channel_means, clip_rank, dequantize_rows, quantize_rows
 
-#: Token in each row of a record's K codes: of each 16 tokens, the even ones and then the odd ones.
+#: Token in each row of a record's K codes: for every 16 tokens, first the even ones, then the odd ones.
 KEY_TOKENS = torch.arange(PAGE_SIZE).view(-1, 8, 2).transpose(1, 2).flatten()
 
 
@@ -60,7 +61,7 @@ class PageFormat:
         run: tokens per scale and offset, for codes per channel; divides ``PAGE_SIZE``.
 
     Raises:
-        KVQuantError: sizes do not divide, a code is clipped that cannot be, or values are centred.
+        KVQuantError: sizes do not divide, a clip is set for a code that cannot be clipped, or values are centred.
     """
 
     head_dim: int
@@ -98,7 +99,7 @@ class PageFormat:
                 "query; use centred=False."
             )
 
-    #: False: scales follow the stored data. Measured, a first token in a record costs no accuracy.
+    #: False: scales adapt to the stored data. By measurement, quantizing a first token costs no accuracy.
     keeps_first = False
 
     @property
@@ -190,13 +191,14 @@ class PageFormat:
 
     @property
     def per_token(self) -> bool:
-        """True if tokens share nothing that is stored: ``split_tokens`` then returns movable parts."""
+        """True if tokens share no stored data, so that ``split_tokens`` can take them apart."""
         return self.k.per_token and self.v.per_token
 
     def split_tokens(self, records: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Splits records ``[..., record_bytes]`` into what each token stores: uint8 ``[..., PAGE_SIZE, n]`` each.
 
-        The parts are codes of K and of V, a byte each, then the bytes of scales and offsets. ``join_tokens`` inverts.
+        The parts are the codes of K and of V, a byte each, then the bytes of scales and offsets. ``join_tokens`` is the
+        inverse.
 
         Raises:
             KVQuantError: tokens share stored data (not ``per_token``).
@@ -209,7 +211,7 @@ class PageFormat:
         return k[..., KEY_TOKENS.argsort(), :], v.transpose(-1, -2), rest.transpose(-2, -3).flatten(-2)
 
     def join_tokens(self, parts: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """Builds records ``[..., record_bytes]`` from parts of ``split_tokens``, in any order and from any pages."""
+        """Builds records ``[..., record_bytes]`` from parts of ``split_tokens``; tokens may come from any pages."""
         self.check_per_token()
         k, v, rest = parts
         codes = [pack_codes(k[..., KEY_TOKENS, :], self.k.bits), pack_codes(v.transpose(-1, -2), self.v.bits)]
@@ -217,8 +219,9 @@ class PageFormat:
 
     def check_per_token(self) -> None:
         """Checks that tokens can move between pages.
+
         Raises:
-            KVQuantError: not ``per_token``.
+            KVQuantError: tokens share stored data (not ``per_token``).
         """
         if not self.per_token:
             raise KVQuantError(
@@ -229,7 +232,7 @@ class PageFormat:
     def _quantize(
         self, x: torch.Tensor, code: CodeFormat, rank: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Returns codes ``[..., P, D]``, and scale and offset as stored."""
+        """Returns codes ``[..., P, D]``, and scales and offsets in the shape in which they are stored."""
         rows = x.transpose(-1, -2) if code.axis == "channel" else x
         codes, scale, offset = quantize_rows(rows, self.group_of(code), rank, code, self.head_dim)
         if code.axis == "channel":

@@ -9,10 +9,10 @@ bits, the levels are the 2^w half-integers around 0 times the row's gain g. A ga
 
 There are two candidates for the gain: the least that clips no element, and the one ``BELOW`` it, about sqrt(2) lower.
 The lower one clips the row's largest elements but gives all others finer steps. The candidate of less squared error
-wins; at equal errors the first wins. All arithmetic is FP16, of which a GPU processes two numbers at a time.
+wins; at equal errors the first wins. All arithmetic is in FP16, because a GPU processes two FP16 numbers at a time.
 
-Let u be the power of two in the first gain and N = 2^w - 1. fp16(x) is the FP16 number nearest to x, ties to even. Then
-for every plane with w > 0:
+Let u be the power of two in the first gain (the gain without its fraction) and N = 2^w - 1. fp16(x) is the FP16 number
+nearest to x, ties to even. Then for every plane with w > 0:
 
     X_i   = 2^4 x_i / u,  G = 2^4 g / u
     a_p   = fp16(fp16(1/G) fp16(1/N))
@@ -23,19 +23,20 @@ for every plane with w > 0:
     E(G)  = G^2 sum over j of round(2^10 min(E_j, 1))
 
 y is the code's position between the plane's first and last level. A column's errors are added in the order of planes.
-Columns are added as integers, so their order does not matter. An error above c^2, in steps, counts as c^2. The widest
-plane determines c: 2, 4 or 8 (``PlaneCode.cap``). The first gain clips nothing, so its codes in E are round(N t_i),
-computed by adding and subtracting ``MAGIC`` in FP16.
+Columns are added as integers, so their order does not matter. A column's squared error above c^2, in steps, counts as
+c^2. The widest plane determines c: 2, 4 or 8 (``PlaneCode.cap``). The first gain clips nothing, so its codes in E are
+round(N t_i), computed by adding and subtracting ``MAGIC`` in FP16.
 
-X is exact, but for elements below 2^-18 u, in steps of 2^-25 u. Where the first gain is above all there are, u goes on.
-A row that would need a gain of 2^19 or more is stored as one of zeros, whose values are 2^-17 in magnitude, or 0 where
-w is 0. So is a row with an infinity or NaN in a plane that has codes; such an element has code 0, whose value is above
--2^-11. Planes without codes are not looked at.
+X is exact, except for elements below 2^-18 u, which are rounded to steps of 2^-25 u. If the first gain would exceed the
+largest that a byte can hold, u is still the power of two in the gain that would be needed. A row that would need a gain
+of 2^19 or more is stored like a row of zeros. Its values become 2^-17 in magnitude, or 0 where w is 0. The same holds
+for a row with an infinity or NaN in a plane that has codes. Such an element gets code 0, whose value is above -2^-11.
+Planes without codes are ignored.
 
-A column, the four elements j, D / 4 + j, ..., has W = sum(widths) bits: 2, 4, 6, ... or 16. They lie in *cells*. Each
-eight bits form a cell of a byte, which one token owns. Of the remainder, four bits form a half byte and two bits a
-quarter byte: two or four tokens *share* such a byte. The codes of some planes fill each cell exactly. A record of one
-KV head is, without gaps, for P tokens per page and cells whose bytes s tokens share:
+A column, the four elements j, D / 4 + j, ..., has W = sum(widths) bits: 2, 4, 6, ... or 16. These bits are stored in
+*cells*. Every eight bits form a cell of a byte, which one token owns. Of the remainder, four bits form a half byte and
+two bits a quarter byte: two or four tokens *share* such a byte. The codes of some planes fill each cell exactly. A
+record of one KV head is, without gaps, for P tokens per page and cells whose bytes s tokens share:
 
     K cells   uint8 [P / s, D / 4]: row r has rows r, r + P / s, ... of the order ``page.KEY_TOKENS``, lowest bits first
     V cells   uint8 [4 / s, D / 4, P / 4]: [t, :, i] has tokens t P / 4 + i, then each P / s later, lowest bits first
@@ -64,11 +65,11 @@ Widths: TypeAlias = tuple[int, int, int, int]
 #: A gain's byte is its float32 bit pattern shifted right by ``_SIGNIFICAND``, minus this bias: 128 is a gain of 1.
 GAIN_BIAS = (127 << 3) - 128
 _SIGNIFICAND = 20
-#: Distance of the second candidate below the gain that clips nothing, in bytes; eight are a factor of two.
+#: The second candidate's byte is this much lower than that of the gain that clips nothing; eight are a factor of two.
 BELOW = 4
-#: FP16 value of u in scaled units (2^4); the byte number from which rows are stored as zeros.
+#: FP16 value of u after scaling; then the number of a gain's byte from which on rows are stored as zeros.
 UNITS, TOO_LARGE = 16.0, 280
-#: Added to a code in FP16, rounds it to an integer; what the largest error of a column counts.
+#: Number that rounds a code to an integer when it is added in FP16; then the integer for a column's largest error.
 MAGIC, ERRORS = 1536.0, 1024.0
 
 
@@ -96,7 +97,7 @@ class Cell:
 
 @cache
 def cells_of(widths: Widths) -> tuple[Cell, ...] | None:
-    """Returns the cells of a column, bytes first; None if no choice of planes fills each exactly."""
+    """Returns the cells of a column, bytes first; None if no choice of planes fills every cell exactly."""
     total = sum(widths)
     if total == 0 or total % 2 or total > MOST_COLUMN_BITS:
         return None
@@ -129,7 +130,7 @@ def gain_bytes(least: torch.Tensor) -> torch.Tensor:
 
 
 def _gain_numbers(least: torch.Tensor) -> torch.Tensor:
-    """Such bytes before they are cut off at 0 and 255: int32. A NaN counts as infinity."""
+    """Returns the numbers of ``gain_bytes`` before they are clamped to 0 .. 255: int32. A NaN counts as infinity."""
     numbers = least.float().nan_to_num(nan=torch.inf, posinf=torch.inf)
     rounded = (numbers.contiguous().view(torch.int32) + ((1 << _SIGNIFICAND) - 1)) >> _SIGNIFICAND
     return rounded - GAIN_BIAS
@@ -137,7 +138,7 @@ def _gain_numbers(least: torch.Tensor) -> torch.Tensor:
 
 def _fp16(x: torch.Tensor) -> torch.Tensor:
     """Rounds float64 to FP16 precision in one step (torch's own conversion goes through float32)."""
-    last = ((torch.frexp(x)[1].clamp(min=-13) - 11 + 1023).long() << 52).view(torch.float64)  # its last bit, 2^n
+    last = ((torch.frexp(x)[1].clamp(min=-13) - 11 + 1023).long() << 52).view(torch.float64)  # value of x's last bit
     return (x / last).round() * last
 
 
@@ -154,7 +155,7 @@ class PlaneCode:
         widths: bits of each plane.
 
     Raises:
-        KVQuantError: widths do not exist, or fill no cells.
+        KVQuantError: widths are out of range, or do not fill cells exactly.
     """
 
     widths: Widths
@@ -201,7 +202,7 @@ class PlaneCode:
 
     @property
     def cap(self) -> float:
-        """c: in steps, the error from which on larger errors count the same."""
+        """c of the module's docstring: a column's error, in steps, counts as at most this."""
         return min(2.0 ** (max(self.widths) // 2 + 1), 8.0)
 
     def _codes(self, units: torch.Tensor, gain: torch.Tensor, clips: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -322,9 +323,9 @@ class PlaneFormat:
             self.v.dequantize(self.v.codes_of(columns[cut:]), v_gains[..., 0]),
         )
 
-    #: True: tokens share nothing that is stored, see ``PageFormat.per_token``.
+    #: True: tokens share no stored data, see ``PageFormat.per_token``.
     per_token = True
-    #: True: steps and widths suit typical tokens. A sequence's first token is an outlier and would be clipped.
+    #: True: steps and widths suit typical tokens, but a sequence's first token is an outlier and would be clipped.
     keeps_first = True
 
     def check_per_token(self) -> None:
@@ -333,7 +334,8 @@ class PlaneFormat:
     def split_tokens(self, records: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Splits records ``[..., record_bytes]`` into what each token stores: uint8 ``[..., PAGE_SIZE, n]`` each.
 
-        The parts are the bits of K's cells and then V's, D / 4 columns each, and both gains. ``join_tokens`` inverts.
+        The parts are the bits of K's cells and then V's, D / 4 columns each, and both gains. ``join_tokens`` is the
+        inverse.
         """
         quarter, first, parts = self.head_dim // PLANES, 0, []
         for cell in self.k.cells:
@@ -350,7 +352,7 @@ class PlaneFormat:
         return *parts, records[..., at.k_gains : at.v_gains, None], records[..., at.v_gains : at.end, None]
 
     def join_tokens(self, parts: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """Builds records ``[..., record_bytes]`` from parts of ``split_tokens``, in any order and from any pages."""
+        """Builds records ``[..., record_bytes]`` from parts of ``split_tokens``; tokens may come from any pages."""
         *columns, k_gains, v_gains = parts
         cut, stored = len(self.k.cells), []
         for cell, bits in zip(self.k.cells, columns[:cut]):
@@ -363,7 +365,7 @@ class PlaneFormat:
 
 
 def _together(x: torch.Tensor, cell: Cell, dim: int) -> torch.Tensor:
-    """Packs a cell's bits: those along ``dim`` that share a byte."""
+    """Packs a cell's bits: joins those along ``dim`` that share a byte."""
     bytes = torch.zeros_like(x.narrow(dim, 0, x.shape[dim] // cell.shares))
     for n, part in enumerate(x.chunk(cell.shares, dim)):
         bytes = bytes | part << n * cell.bits

@@ -2,8 +2,8 @@
 
 Torch on any device and the Triton kernels (``enable_fp_fusion=False``, ``tl.sqrt_rn``) give the same codes bit for bit.
 The formulas use only additions, comparisons, multiplications, correctly rounded square roots, sums of integers and
-roundings to FP16. Each is rounded by itself, and no order of operations matters. Per group of n elements x (after
-clipping):
+roundings to FP16. Each operation is rounded by itself, and results do not depend on the order of a sum. Per group of n
+elements x (after clipping):
 
     minmax   scale = fp16((max x - min x) * f32(1 / top)),              offset = fp16(min x)
     moments  scale = fp16(2^-s * (sqrt(n S2 - S1^2) * f32(unit / n))),  offset = fp16(2^-s * (S1 * f32(1 / n))
@@ -65,7 +65,7 @@ def quantize_rows(
             channel's tokens for ``axis="channel"``.
         group: elements along the row per scale and offset; divides n. ``norm`` takes n.
         rank: from ``clip_rank``; whole rows are clipped.
-        code: levels and statistic; the caller handles its axis.
+        code: levels and statistic; the caller handles the code's axis.
         head_dim: D of a ``sphere`` table; None means n.
 
     Returns:
@@ -148,9 +148,10 @@ def _integers(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _sqrt(x: torch.Tensor) -> torch.Tensor:
-    """Correctly rounded square root of float32(x); MKL's float32 root, torch's choice on a CPU, is not.
+    """Returns the correctly rounded square root of float32(x).
 
-    A float64 root within an ulp cannot round to the wrong float32: no float32 has a root that close to a midpoint.
+    On a CPU, torch's float32 root is MKL's, which is not correctly rounded. A float64 root within an ulp cannot round to
+    the wrong float32: no float32 has a root that close to a midpoint.
     """
     return x.float().double().sqrt().float()
 

@@ -24,13 +24,13 @@ class RecordFormat(Protocol):
         head_dim: D.
         k, v: codes of keys and of values.
         clip_k, clip_v: clip quantiles; 1 clips nothing.
-        rank_k, rank_v: clipping as a rank in a row; 0 clips nothing.
+        rank_k, rank_v: the clips as ranks of magnitudes in a row; 0 clips nothing.
         elements: number of keys' and values' elements in a record.
-        bits_per_element: allocated bits, with everything stored besides codes.
-        layout: equal for all formats with the same record layout.
-        per_token: True if tokens share nothing that is stored, so a token can move to another page.
-        keeps_first: True if a sequence's first token is coded so badly that BF16 must hold it
-        (``cache.sink_token_cache``).
+        bits_per_element: allocated bits per element, scales and everything else included.
+        layout: this format without clipping, equal for all formats with the same record layout.
+        per_token: True if tokens share no stored data, so a token can move to another page.
+        keeps_first: True if a sequence's first token is coded so badly that it must be kept in BF16
+            (``cache.sink_token_cache``).
     """
 
     @property
@@ -68,15 +68,16 @@ class RecordFormat(Protocol):
 
     def check_per_token(self) -> None:
         """Checks that tokens can move between pages.
+
         Raises:
-            KVQuantError: not ``per_token``.
+            KVQuantError: tokens share stored data (not ``per_token``).
         """
 
     def split_tokens(self, records: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Splits records ``[..., record_bytes]`` into what each token stores: uint8 ``[..., PAGE_SIZE, n]`` each.
 
         Raises:
-            KVQuantError: not ``per_token``.
+            KVQuantError: tokens share stored data (not ``per_token``).
         """
 
     def join_tokens(self, parts: tuple[torch.Tensor, ...]) -> torch.Tensor:
@@ -84,10 +85,10 @@ class RecordFormat(Protocol):
 
 
 def code_bits(code: RecordCode) -> float:
-    """Returns the bits of one element's code; for planes, their mean.
+    """Returns the bits of one element's code; for planes, the mean over the planes.
 
     Raises:
-        TypeError: another kind of code.
+        TypeError: the code is of another kind.
     """
     if isinstance(code, CodeFormat):
         return code.bits

@@ -15,10 +15,10 @@ METHOD_NAMES = ("oscar", "oscar-lloyd-max", "transform", "turboquant", "kivi", "
 
 
 def get_method(name: str) -> Method:
-    """Returns the method of that name.
+    """Returns the method with this name.
 
     Raises:
-        KVQuantError: no such method.
+        KVQuantError: there is no such method.
     """
     if name not in METHOD_NAMES:
         raise KVQuantError(f"--kv-quant {name}: unknown method; choose one of none, {', '.join(METHOD_NAMES)}.")

@@ -31,7 +31,7 @@ class Width:
     Attributes:
         bits: bits of a code, averaged over keys and values; an extra half bit goes to the keys. For planes: allocated
             bits per element, gains included, averaged over keys, values and layers.
-        target: for ``auto:TARGET``, the allocated record bits per element that layers of 2 to 4 bits may average.
+        target: for ``auto:TARGET``: the most allocated record bits per element that layers of 2 to 4 bits may average.
     """
 
     bits: float
@@ -45,15 +45,15 @@ class Method:
     Attributes:
         name: the value of ``--kv-quant``; underscores replace its dashes in the module's name.
         summary: one line for ``--help`` and the docs.
-        paper: the source.
-        rotation: the kind of rotations it needs.
+        paper: the publication that the method comes from, or a name for the technique.
+        rotation: the kind of rotations that the method needs.
         clip_k, clip_v: default clip quantiles of INT2 codes (see ``KVQuantConfig``); 1 clips nothing.
         k, v: codes of keys and of values at the default width; unused with ``planes``.
         widths: allowed values of ``--kv-quant-bits``, the default first; with ``planes`` only the default.
         mixed: True if ``--kv-quant-bits auto:TARGET`` is allowed (needs rotations with layer sensitivities).
         group_sizes: allowed values of ``--kv-quant-group-size``; empty if the method shares no scale within a row.
-        planes: True if pages are ``PlaneFormat``. ``--kv-quant-bits`` is then any number in ``PLANE_BITS``. It and the
-            channel energies in the rotation file determine the planes' widths, so rotations must be learned.
+        planes: True if pages are ``PlaneFormat``. ``--kv-quant-bits`` is then any number in ``PLANE_BITS``. This number
+            and the channel energies in the rotation file determine the planes' widths, so rotations must be learned.
     """
 
     name: str
@@ -78,7 +78,7 @@ class Method:
         """Parses ``--kv-quant-bits`` for this method; None is the default.
 
         Raises:
-            KVQuantError: not a width of this method; the message names those it has.
+            KVQuantError: the text is not a width of this method; the message lists the allowed widths.
         """
         if text is None:
             return Width(self.widths[0])

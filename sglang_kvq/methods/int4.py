@@ -1,7 +1,7 @@
 """INT4 for keys and values; needs no calibration.
 
 Keys are centred. Models with biased keys (Qwen2.5) add a constant to every key, far larger than the differences between
-tokens. Rotated, this constant fills the range of every row and leaves too few of the sixteen levels for the rest.
+tokens. After rotation it fills the range of every row and leaves too few of the sixteen levels for the differences.
 """
 
 from sglang_kvq.formats.code import CodeFormat

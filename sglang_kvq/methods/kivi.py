@@ -1,8 +1,8 @@
 """KIVI: keys have outlier channels, so they have a scale per channel; values are quantized per token.
 
 The paper's groups are 32 tokens and 32 channels (``--kv-quant-group-size 32``). The default here is the page's 64
-tokens and the whole row, which allocates fewer bits. ``--kv-quant-recent`` replaces its residual of recent tokens in 16
-bits.
+tokens and the whole row, which allocates fewer bits. The paper keeps a residual of recent tokens in 16 bits; here
+``--kv-quant-recent`` does this.
 """
 
 from sglang_kvq.formats.code import CodeFormat

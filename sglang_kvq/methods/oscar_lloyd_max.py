@@ -1,11 +1,11 @@
 """OSCAR's rotations with Lloyd-Max levels instead of uniform ones: keys around each row's mean, values around 0.
 
-Rotated keys have a row mean, which the stored offset holds. The mean of rotated values is close to 0. Values are
+The row mean of rotated keys is not 0; the stored offset holds it. The mean of rotated values is close to 0. Values are
 therefore scaled by their norm and store no offset, which saves 16 bits per vector.
 
-Nothing is clipped first: on Gaussian rows, clipping raises the squared error of these levels. The scale is 10% above
-the one of least squared error, which shrinks keys by 11% on average and so flattens attention. The extra 10% reduce the
-shrinkage to 8%, for 3% more squared error (``benchmarks/results/quantizers.json``: clip, gain, score_slope).
+Nothing is clipped first: on Gaussian rows, clipping raises the squared error of these levels. The scale of least
+squared error would shrink keys by 11% on average and so flatten attention. Here the scale is 10% larger, which reduces
+the shrinkage to 8%, for 3% more squared error (``benchmarks/results/quantizers.json``: clip, gain, score_slope).
 """
 
 from sglang_kvq.formats.code import CodeFormat

@@ -1,9 +1,10 @@
 """Transform coding: stores keys and values in a basis of independent channels and spends bits where the energy is.
 
-``kvq calibrate --composition transform`` finds a basis for each layer and head. In it, the error of scores (of outputs)
-is the plain sum of the channels' errors. It also measures how sensitive the model is to this error. At start,
-``rotations.resolve`` divides ``--kv-quant-bits`` over layers, keys, values and four planes of channels each. It
-minimizes the weighted sum. Nothing is clipped by rank. A row shares only its 8-bit gain, the one of least error.
+``kvq calibrate --composition transform`` finds a basis for each layer and head. In this basis, the error of scores (for
+values: of outputs) is the plain sum of the channels' errors. The command also measures how sensitive the model is to
+this error. When the server starts, ``rotations.resolve`` divides ``--kv-quant-bits`` over layers, keys, values and four
+planes of channels each, so that the weighted sum of errors is least. Nothing is clipped by rank. The elements of a row
+share only an 8-bit gain, the one of two candidates with less error.
 """
 
 from sglang_kvq.methods.base import Method, RotationKind
