@@ -150,8 +150,8 @@ def _integers(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def _sqrt(x: torch.Tensor) -> torch.Tensor:
     """Returns the correctly rounded square root of float32(x).
 
-    On a CPU, torch's float32 root is MKL's, which is not correctly rounded. A float64 root within an ulp cannot round to
-    the wrong float32: no float32 has a root that close to a midpoint.
+    On a CPU, torch's float32 root is MKL's, which is not correctly rounded. A float64 root within an ulp cannot round
+    to the wrong float32: no float32 has a root that close to a midpoint.
     """
     return x.float().double().sqrt().float()
 

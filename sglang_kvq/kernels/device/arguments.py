@@ -1,7 +1,7 @@
-"""Groups of kernel arguments, each a named tuple: in a launch, in kernels and in their device functions.
+"""Named tuples that group kernel arguments, in launches, in kernels and in their device functions.
 
-A tuple's integers are specialised like arguments, whatever ``do_not_specialize`` says. So numbers that vary from launch
-to launch, and must not be compiled for, are no members of a tuple.
+Triton specializes a tuple's integers in spite of ``do_not_specialize``. So a number that varies from launch to launch,
+and that no kernel should be compiled for, is an argument of its own.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def load_fields(address, COUNT: tl.constexpr):
 
 @triton.jit
 def store_fields(address, fields, mask):
-    """Stores fields for ``load_fields``; addresses and fields may be tensors."""
+    """Stores integers where ``load_fields`` can load them; addresses and fields may be tensors."""
     for n in tl.static_range(len(fields)):
         tl.store(address + n, fields[n], mask=mask)
 

@@ -1,8 +1,8 @@
 """Pairs of BF16 numbers in a word, processed two at a time: a comparison costs half an instruction.
 
-Results of comparisons are counted in *ones*, words whose halves are 0 or 1, and their sums. With PACKED they are BF16
-numbers, added by the same kind of instruction, if the device has it (``common.has_pairs``). Otherwise they are
-integers, and the halves are compared one by one as float32, which is exact.
+A comparison returns *ones*, words whose halves are 0 or 1, which are then added up. PACKED says that the device has
+instructions for pairs (``common.has_pairs``). If so, ones and their sums are BF16 numbers, added in pairs too. If not,
+they are integers, and the halves are compared one by one as float32, which is exact.
 """
 
 import triton
@@ -11,7 +11,7 @@ import triton.language as tl
 #: Pairs of infinity and of minus infinity.
 INFINITY = tl.constexpr(0x7F807F80)
 MINUS_INFINITY = tl.constexpr(0xFF80FF80 - 2**32)
-#: Pair of 128: after adding it, a whole number below 128 is in the last bits.
+#: Pair of 128: the sum of 128 and a whole number below 128 has that number in its last bits.
 _WHOLE = tl.constexpr(0x43004300)
 _LOW = tl.constexpr(0xFFFF)
 _HIGH = tl.constexpr(-0x10000)
@@ -80,7 +80,7 @@ def row_min(pairs, PACKED: tl.constexpr):
 
 @triton.jit
 def above(pair, bound, PACKED: tl.constexpr):
-    """Returns ones where a number is above a bound, which is any float32."""
+    """Returns ones where a number is above ``bound``, any float32."""
     if PACKED:
         return _instruction("set.gt.bf16x2.bf16x2 $0, $1, $2;", pair, round_down(bound))
     else:
@@ -89,7 +89,7 @@ def above(pair, bound, PACKED: tl.constexpr):
 
 @triton.jit
 def round_down(bound):
-    """Returns a pair of the largest BF16 number not above a float32; BF16 numbers above one are above both."""
+    """Rounds ``bound`` down to BF16 and returns it in both halves; BF16 numbers above it are above ``bound``."""
     bits = bound.to(tl.int32, bitcast=True)
     bits += (bits >> 31) & _LOW  # magnitudes of negative numbers are rounded up
     return (bits & _HIGH) | ((bits >> 16) & _LOW)
@@ -97,7 +97,7 @@ def round_down(bound):
 
 @triton.jit
 def at_least(size, edge, PACKED: tl.constexpr):
-    """Returns ones where a magnitude is at least a BF16 number, given by its bits, int32, in the same order."""
+    """Returns ones where a magnitude is at least ``edge``, a BF16 number's bits, int32; bits order like magnitudes."""
     if PACKED:
         return _instruction("set.ge.bf16x2.bf16x2 $0, $1, $2;", size, edge * 0x10001)
     else:
@@ -106,7 +106,7 @@ def at_least(size, edge, PACKED: tl.constexpr):
 
 @triton.jit
 def plus(a, b, PACKED: tl.constexpr):
-    """Adds ones, at most 256 in each half."""
+    """Adds two sums of ones; a half can hold at most 256."""
     if PACKED:
         return _add(a, b)
     else:
@@ -126,19 +126,19 @@ def count(ones, PACKED: tl.constexpr):
 
 @triton.jit
 def none(SHAPE: tl.constexpr, PACKED: tl.constexpr):
-    """Returns the start of a sum of up to 15 ones, for ``integers_of``."""
+    """Returns the value at which a sum of up to 15 ones starts, if ``integers_of`` is to read the sum."""
     return tl.full(SHAPE, _WHOLE if PACKED else 0, tl.int32)
 
 
 @triton.jit
 def integers_of(ones):
-    """Converts ones added to ``none`` to integers in the halves of a word."""
+    """Converts a sum of ones that started at ``none`` to integers in the halves of a word."""
     return ones & 0xF000F
 
 
 @triton.jit
 def _join(low, high):
-    """Joins two float32 that are BF16 numbers to a pair."""
+    """Joins two float32 numbers, exact in BF16, to a pair."""
     return ((low.to(tl.int32, bitcast=True) >> 16) & _LOW) | (high.to(tl.int32, bitcast=True) & _HIGH)
 
 

@@ -1,7 +1,7 @@
 """Compile-time properties of a record: one constant argument instead of twenty.
 
-Triton's caches of compiled kernels are keyed by a ``Record``'s printed form, which includes all it holds. Formats that
-differ only in clipping share one, and so one kernel.
+Triton's caches of compiled kernels are keyed by a ``Record``'s printed form, with all attributes. Formats that differ
+only in clipping share one record, and so one kernel.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ class Codes:
     """Keys or values of a record.
 
     Attributes:
-        bits, statistic: ``CodeFormat``'s; channel: True if its axis is a channel.
+        bits, statistic: as in ``CodeFormat``; channel: True if the code's axis is a channel.
         levels: ``LevelTable.levels``; uniform: True if they are 0, 1, 2, ...
         group: elements that share a scale, along head_dim, or along tokens for a channel.
-        has_offset, clips, centred: ``CodeFormat``'s.
+        has_offset, clips, centred: as in ``CodeFormat``.
         factor: float32 that converts the statistic to the scale (``formats.quantize``); inverse: float32 1 / group.
         low, high, scale, offset, mean: start of each in the record, in bytes.
     """
@@ -56,12 +56,12 @@ class Codes:
 
     @property
     def shift(self) -> float:
-        """Constant subtracted from every level: without an offset, levels are centred."""
+        """Constant subtracted from every level: levels without an offset are centred on 0."""
         return 0.0 if self.has_offset else self.middle
 
     @property
     def runs(self) -> int:
-        """Scales of a channel in a page."""
+        """Number of scales that a channel has in a page."""
         return PAGE_SIZE // self.group
 
     @property
@@ -69,7 +69,7 @@ class Codes:
         return len(self.levels) - 1
 
 
-@dataclass(frozen=True, eq=False)  # one object per format, see record_of: launches find it by identity
+@dataclass(frozen=True, eq=False)  # one object per format (record_of): launches find kernels by identity
 class Record:
     """A record of ``bytes`` bytes; ``page``: see ``page_bytes``."""
 
@@ -84,7 +84,7 @@ class PlaneCodes:
     """Keys or values of a ``PlaneRecord``.
 
     Attributes:
-        widths, cells: ``PlaneCode``'s.
+        widths, cells: as in ``PlaneCode``.
         starts: start of each cell in the record, in bytes; gains: start of the gains.
     """
 
@@ -113,7 +113,7 @@ class PlaneRecord:
 def record_of(format: PageFormat | PlaneFormat, page: int = 0) -> Record | PlaneRecord:
     """Returns the constants of a format; the same object for formats that only clip differently.
 
-    page: bytes from a page's records in a layer to the next page's; 0 if nothing lies between them.
+    page: bytes from a page's records in a layer to the next page's; 0 if these are adjacent.
     """
     if isinstance(format, PlaneFormat):
         planes = format.parts
@@ -187,13 +187,13 @@ def bound(codes, i):
 
 @triton.constexpr_function
 def table_of(codes):
-    """Returns levels as bytes of a word: all of them, or the lower eight of sixteen, which are symmetric."""
+    """Returns levels as bytes of a word: all, or the lower eight of sixteen; symmetry gives the upper ones."""
     return sum(level << 8 * i for i, level in enumerate(codes.levels[:8]))
 
 
 @triton.jit
 def level_of(code, CODES: tl.constexpr):
-    """Returns levels, int32, of codes int32."""
+    """Looks up the levels of codes; both are int32."""
     if CODES.uniform:
         return code
     elif CODES.bits == 2:

@@ -43,11 +43,11 @@ def dot(a, b, acc):
 
 @dataclass(frozen=True)
 class Overlap:
-    """Overlap of a launch with its neighbours on the stream (programmatic dependent launch, see ``can_overlap``).
+    """Overlap of a launch with its neighbors on the stream (programmatic dependent launch, see ``can_overlap``).
 
     Attributes:
-        early: it may start while the previous launch runs, and waits before it reads that launch's results.
-        lets_next: the next launch may start before this one has ended, if it is early.
+        early: this launch may start while the previous one runs, and waits before it reads that one's results.
+        lets_next: the next launch may start before this one has ended, if the next one is ``early``.
     """
 
     early: bool = False
@@ -84,7 +84,7 @@ def page_of(table, index):
 
 @triton.jit
 def quad_order(n):
-    """Swaps the second and third of every four in a row, the order in which a word's bytes 0 and 2 come out first."""
+    """Swaps the second and third of every four numbers, as if a word's bytes 0 and 2 were extracted before 1 and 3."""
     return n // 4 * 4 + n % 2 * 2 + n % 4 // 2
 
 

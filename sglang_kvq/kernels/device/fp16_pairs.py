@@ -13,7 +13,7 @@ from sglang_kvq.kernels.device.bf16_pairs import high_half, low_half
 from sglang_kvq.kernels.device.common import INTERPRETED
 
 _PLAIN = tl.constexpr(INTERPRETED)
-#: Ratio of the exponent biases of BF16 and FP16, as a power of two.
+#: Two to the power of the difference between the exponent biases of BF16 and FP16.
 _UP = tl.constexpr(2.0 ** (127 - 15))
 #: Constant that, added and subtracted again, rounds a float64 to steps of 2^-21.
 _ROUND = tl.constexpr(1.5 * 2.0 ** (52 - 21))
@@ -21,7 +21,7 @@ _ROUND = tl.constexpr(1.5 * 2.0 ** (52 - 21))
 
 @triton.constexpr_function
 def twice(x):
-    """Returns the bits of a number in FP16, two times, as a word."""
+    """Returns a word with a number's FP16 bits in both halves."""
     return struct.Struct("<I").unpack(struct.Struct("<2e").pack(x, x))[0]
 
 
@@ -33,7 +33,7 @@ def half(x):
 
 @triton.jit
 def number(X: tl.constexpr):
-    """Returns a pair of one constant, for any shape."""
+    """Returns a pair with one constant in both halves; it broadcasts to any shape."""
     if _PLAIN:
         return half(X), half(X)
     else:
@@ -42,7 +42,7 @@ def number(X: tl.constexpr):
 
 @triton.jit
 def both(x):
-    """Returns pairs of float32 numbers, each two times."""
+    """Returns pairs with a float32 number, rounded to FP16, in both halves."""
     if _PLAIN:
         return _rounded(x, x)
     else:
@@ -51,7 +51,7 @@ def both(x):
 
 @triton.jit
 def words_of(pair):
-    """Returns words of both numbers' bits, int32."""
+    """Returns pairs as words, int32, with the bits of both numbers."""
     if _PLAIN:
         return _joined(pair[0], pair[1])
     else:
@@ -100,9 +100,9 @@ def times(a, b):
 def scaled(pair, exponent, PACKED: tl.constexpr):
     """Converts BF16 pairs to FP16 pairs times 2^(exponent - 15), or 0 if exponent is 0; small values in steps of 2^-21.
 
-    exponent: int32, from 0 to 254; results are below 2^16. Infinity and NaN become NaN if it is 0. Magnitudes are
-    scaled in BF16 to FP16's exponents. Then all but the three last bits of the significand agree, too. PACKED is
-    ``common.has_pairs``.
+    exponent: int32, from 0 to 254; results are below 2^16. Infinity and NaN become NaN if it is 0. A multiplication in
+    BF16 brings exponents into FP16's range. A shift by three bits then moves exponent and significand to where FP16 has
+    them. PACKED is ``common.has_pairs``.
     """
     if PACKED:
         return tl.inline_asm_elementwise(
@@ -131,12 +131,12 @@ def _stepped(x):
 
 @triton.jit
 def _joined(low, high):
-    """Returns words of two numbers, rounded."""
+    """Rounds two numbers to FP16 and joins them to a word."""
     low = low.to(tl.float16).to(tl.uint16, bitcast=True).to(tl.int32)
     return low | (high.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) << 16)
 
 
 @triton.jit
 def _rounded(low, high):
-    """Rounds to FP16 values, in float64."""
+    """Rounds two numbers to FP16 values, held in float64."""
     return low.to(tl.float16).to(tl.float64), high.to(tl.float16).to(tl.float64)

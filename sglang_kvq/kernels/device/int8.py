@@ -1,6 +1,6 @@
 """INT8 tensor-core products at 15 bits, shared by the INT8 loops over a history.
 
-An operand that is not codes is split, x = unit (high + low / 256), into two INT8 columns.
+The operand that does not hold codes is split into two INT8 columns: x = unit (high + low / 256).
 """
 
 import triton
@@ -8,16 +8,16 @@ import triton.language as tl
 
 from sglang_kvq.kernels.device.common import PAGE
 
-#: 1.5 * 2^23: added to a small integer held in float32, its low bits are that integer in two's complement.
+#: 1.5 * 2^23: added to a small integer in float32, it leaves that integer, in two's complement, in the low bits.
 MAGIC = tl.constexpr(12582912.0)
 MAGIC_BITS = tl.constexpr(0x4B400000)
 
 
 @triton.jit
 def query_operands(q, ODD: tl.constexpr, SHAPE: tl.constexpr):
-    """Converts queries of one KV head to operands for codes whose planes 1 and 3 come multiplied by 1 / ODD.
+    """Converts queries of one KV head to operands for tiles in which the codes of planes 1 and 3 are divided by ODD.
 
-    q: a ``View``, at the KV head's first query head of one token.
+    q: a ``View`` that starts at one token and the KV head's first query head.
 
     Returns:
         the four planes, INT8 [INT8_JP, 2 HEADS], see ``query_plane``; the queries in float32 [DP, HEADS]; and the unit
@@ -41,7 +41,7 @@ def query_operands(q, ODD: tl.constexpr, SHAPE: tl.constexpr):
 
 @triton.jit
 def query_plane(q, unit, plane: tl.constexpr, factor: tl.constexpr, SHAPE: tl.constexpr):
-    """Returns a plane's dims: column 2h is the high part of head h, column 2h + 1 the low one."""
+    """Returns one plane of the queries as INT8: column 2h is the high part of head h, column 2h + 1 the low one."""
     return int8_columns(load_plane(q, plane, SHAPE), factor / unit, 2 * SHAPE.HEADS)
 
 
@@ -71,9 +71,9 @@ def tokens_of_tile():
 
 @triton.jit
 def base_of(second, base_a, base_b):
-    """Returns base_b for rows of the second page, base_a for the others: a tensor like ``second``, of one axis.
+    """Returns base_b for rows of the second page, base_a for the others: a tensor with one axis, like ``second``.
 
-    Both are multiples of 16. Triton 3.9 does not find that out, and would load records byte by byte, ten times as slow.
+    Both are multiples of 16. Triton 3.9 does not infer this and would load records byte by byte, ten times as slow.
     """
     return tl.multiple_of(tl.where(second, base_b, base_a), 16)
 
@@ -88,7 +88,7 @@ def split_int8(x):
 
 @triton.jit
 def rounded_halves(x):
-    """Rounds |x| <= 127 * 256 to x = 256 high + low: int32 whose second byte is high, and whose first is low."""
+    """Rounds |x| <= 127 * 256 to 256 high + low: an int32 with high in its second byte, one with low in its first."""
     return (x + (MAGIC + 128)).to(tl.int32, bitcast=True), (x + MAGIC).to(tl.int32, bitcast=True)
 
 
@@ -102,7 +102,7 @@ def join_parts(products, ROWS: tl.constexpr, HEADS: tl.constexpr):
 
 @triton.jit
 def join_halves(high, low):
-    """Joins MAGIC + an integer each to high + low / 256: exact, and without a conversion instruction."""
+    """Joins MAGIC + high and MAGIC + low to high + low / 256: exact, and without a conversion instruction."""
     return (high - (MAGIC + MAGIC / 256)) + low * (1 / 256)
 
 
@@ -115,7 +115,7 @@ def tile_scales(x):
 
 @triton.jit
 def half_scales(x):
-    """Returns ``tile_scales`` as FP16, also for a single page."""
+    """Splits scales and offsets like ``tile_scales``, but into FP16, and also for a single page."""
     PAGES: tl.constexpr = x.shape[0]
     x = tl.reshape(x, [PAGES, 2, 2, 4, 8, 2])  # page, kind, which, plane, i, half
     x = tl.reshape(tl.permute(x, (3, 0, 5, 4, 1, 2)), [PAGES * PAGE, 2, 2])
@@ -129,7 +129,7 @@ def half_scales(x):
 def group_scales(pages, step: tl.constexpr):
     """Loads one group's scales, and offsets ``step`` FP16 elements after them: float32 [128] each, in the tile's order.
 
-    pages: pointers to its scales in both pages, FP16 [2, 1, 1].
+    pages: pointers to the group's scales in both pages, FP16 [2, 1, 1].
     """
     x = tl.load(pages + tl.arange(0, 2)[None, :, None] * step + tl.arange(0, PAGE)[None, None, :])
     x = tl.reshape(x, [2, 2, 4, 8, 2])  # page, which, plane, i, half
@@ -141,7 +141,7 @@ def group_scales(pages, step: tl.constexpr):
 def weight_operands(p, s_v, fraction, HEADS: tl.constexpr):
     """Multiplies weights p [128, HEADS] by V's scales; returns their ``token_planes`` and a product's unit, [HEADS].
 
-    fraction: factor of rows that depends on their plane.
+    fraction: factor of each row, which depends on the row's plane.
     """
     p = p * s_v[:, None]
     unit = tl.max(p, 0) * (1 / 127) + 1e-30
@@ -158,7 +158,7 @@ def spread_sum(x, HEADS: tl.constexpr):
 
 @triton.jit
 def empty_groups(GROUPS: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr):
-    """Returns the state of ``stack_groups`` before the first token."""
+    """Returns the zeros at which the sums of ``stack_groups`` start."""
     accs, offsets = (), ()
     for _ in tl.static_range(GROUPS):
         accs += (tl.zeros([ROWS, HEADS], tl.float32),)
@@ -168,9 +168,9 @@ def empty_groups(GROUPS: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr):
 
 @triton.jit
 def stack_groups(accs, offsets):
-    """Stacks groups' products [ROWS, HEADS], plus their offsets' part (``spread_sum``s), one group below the other.
+    """Adds each group's offsets (``spread_sum``) to its products [ROWS, HEADS]; stacks groups, one below the other.
 
-    Pads fewer than three groups with zeros.
+    Three groups are padded with zeros to four.
     """
     tiles = ()
     for g in tl.static_range(len(accs)):
@@ -186,14 +186,14 @@ def stack_groups(accs, offsets):
 
 @triton.jit
 def stack(a, b):
-    """Stacks [R, N] and [R, N] to [2 R, N]."""
+    """Stacks two tiles [R, N] to one, [2 R, N]."""
     ROWS: tl.constexpr = 2 * a.shape[0]
     return tl.reshape(tl.permute(tl.join(a, b), (2, 0, 1)), [ROWS, a.shape[1]])
 
 
 @triton.jit
 def joined(parts, COUNT: tl.constexpr):
-    """Stacks the first COUNT parts, one, two or four, one below the other."""
+    """Stacks neighboring parts, one below the other, until COUNT are left; both numbers are one, two or four."""
     if len(parts) == COUNT:
         return parts
     elif len(parts) == 2:
@@ -206,7 +206,7 @@ def joined(parts, COUNT: tl.constexpr):
 def token_planes(x, COLUMNS: tl.constexpr):
     """Converts rows [128 = (plane, page, half, i), COLUMNS] to the four planes' [32 = (page, 2 i + half), COLUMNS].
 
-    Splitting off the halves and joining them again makes them neighbours in a thread's registers. So they are bytes of
+    Splitting off the halves and joining them again makes them neighbors in a thread's registers. So they are bytes of
     one word in the shared memory through which the operand goes.
     """
     x = tl.permute(tl.reshape(x, [2, 2, 2, 2, 8, COLUMNS]), (2, 4, 5, 0, 1, 3))

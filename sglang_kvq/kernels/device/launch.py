@@ -13,26 +13,26 @@ from triton.runtime.driver import driver
 
 from sglang_kvq.kernels.device.common import INTERPRETED
 
-#: True if every launch is Triton's own.
+#: True if Triton itself does every launch.
 searches = INTERPRETED
 #: Alignment in bytes that Triton compiles for.
 _ALIGNMENT = 16
 #: Integers that Triton passes as int32.
 _INT32 = range(-(2**31), 2**31)
-#: By kernel: whether it is specialised to each argument, and its compiled kernels with their constants, by kinds.
+#: For each kernel: flags of the arguments that Triton specializes; compiled kernels and their constants, by kinds.
 _known: dict[Any, tuple[tuple[bool, ...], dict[Any, tuple[Any, tuple[Any, ...]]]]] = {}
 
 
 def start_kernel(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
-    """Does what ``kernel[grid](*arguments, **constants)`` does.
+    """Launches a kernel like ``kernel[grid](*arguments, **constants)``, usually without Triton's search.
 
-    The first launch with arguments of some kinds is Triton's own, and each of a kernel with hooks. Later ones take the
-    kernel that it compiled.
+    Triton itself does the first launch for arguments of the same kinds, and every launch of a kernel with hooks. Later
+    launches use the kernel that Triton compiled.
 
     Args:
-        grid: one to three numbers of programs.
+        grid: numbers of programs, in one to three dimensions.
         arguments: all parameters of the kernel that are not constants.
-        constants: all others, and Triton's options.
+        constants: the kernel's constants, and Triton's options.
     """
     if searches or kernel.pre_run_hooks:
         kernel[grid](*arguments, **constants)
@@ -53,7 +53,7 @@ def start_kernel(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constant
 
 
 def _kind(x: Any, specialised: bool = True) -> Any:
-    """Returns what Triton may compile for: never coarser than its own specialisation, finer for integers."""
+    """Returns the kind of an argument: never coarser than Triton's own specialization, and finer for integers."""
     kind = type(x)
     if kind is torch.Tensor:
         return (x.dtype,) if x.data_ptr() % _ALIGNMENT else x.dtype

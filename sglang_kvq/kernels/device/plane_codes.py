@@ -1,7 +1,7 @@
 """Records of ``formats.planes`` in kernels: bytes to INT8 tiles of codes, and gains.
 
-A plane's codes keep their position in a cell if they stay below 2^7 and at most ``_MOST_SHIFT`` bits too high. The
-other factor of a product is then divided by that ``multiple``. Other codes are shifted down.
+A plane's codes keep their position in a cell if that leaves them below 2^7 and at most ``_MOST_SHIFT`` bits too high.
+The other operand of the product is then divided by this ``multiple``. Other codes are shifted down.
 """
 
 import triton
@@ -13,13 +13,13 @@ from sglang_kvq.kernels.device.common import PAGE
 from sglang_kvq.kernels.device.int8 import base_of
 
 GAIN_BIAS = tl.constexpr(_GAIN_BIAS)
-#: A query is split to 15 bits: four fewer still match BF16's precision at the largest.
+#: Queries have 15 bits. With four fewer, the largest elements still have BF16's precision.
 _MOST_SHIFT = 4
 
 
 @triton.constexpr_function
 def is_planes(record):
-    """Tells if a record is one of planes."""
+    """Tells if a record consists of planes."""
     return isinstance(record, PlaneRecord)
 
 
@@ -36,13 +36,13 @@ def shares_of(codes, cell):
 
 @triton.constexpr_function
 def bits_of(codes, cell):
-    """Returns the bits of one token's cell."""
+    """Returns how many bits one token has in a cell."""
     return codes.cells[cell].bits
 
 
 @triton.constexpr_function
 def runs_of(codes):
-    """Returns the number of runs of a page's tokens in which no two share a byte: 2 or 4."""
+    """Returns the number of runs into which a page's tokens are divided so that none in a run share a byte: 2 or 4."""
     return max(2, *(cell.shares for cell in codes.cells))
 
 
@@ -64,7 +64,7 @@ def plane_of(codes, cell, field):
 
 @triton.constexpr_function
 def operand_of(codes, cell, share, field):
-    """Returns the operand's index for a field of a share's tokens, counted from the first cell on."""
+    """Returns the index of the operand for a field of a share's tokens; operands are counted from the first cell on."""
     before = sum(x.shares * len(x.fields) for x in codes.cells[:cell])
     return before + share * len(codes.cells[cell].fields) + field
 
@@ -77,19 +77,19 @@ def shift_of(codes, cell, field):
 
 @triton.constexpr_function
 def mask_of(codes, cell, field):
-    """Returns the mask of the field's bits, shifted to the lowest."""
+    """Returns the mask of the field's bits, shifted down to bit 0."""
     return (1 << codes.cells[cell].fields[field].width) - 1
 
 
 @triton.constexpr_function
 def height_of(codes, cell, field, share):
-    """Returns how many bits high the field of a share's token is in its byte."""
+    """Returns the position of the lowest bit of a share's field in its byte."""
     return shift_of(codes, cell, field) + bits_of(codes, cell) * share
 
 
 @triton.constexpr_function
 def cut_of(codes, cell, field, share):
-    """Returns the mask of the field's bits in its byte."""
+    """Returns the mask of a share's field in its byte."""
     return mask_of(codes, cell, field) << height_of(codes, cell, field, share)
 
 
@@ -101,7 +101,7 @@ def middle(codes, plane):
 
 @triton.constexpr_function
 def multiple(codes, plane):
-    """Returns the factor of a plane's codes in its INT8 tile."""
+    """Returns the factor by which a plane's codes are multiplied in its INT8 tile."""
     for cell in codes.cells:
         for field in cell.fields:
             if field.plane == plane and _stays(field):
@@ -122,7 +122,7 @@ def tile_planes(codes):
 
 @triton.constexpr_function
 def _stays(field):
-    """Tells if codes keep their position."""
+    """Tells if a field's codes keep their position in the cell."""
     return field.shift + field.width <= 7 and field.shift <= _MOST_SHIFT
 
 
@@ -135,7 +135,7 @@ def _left(codes, cell, field, share):
 
 @triton.constexpr_function
 def _mask(codes, cell, field):
-    """Returns the mask of the field after that shift."""
+    """Returns the mask of the field after the shift by ``_left``."""
     return mask_of(codes, cell, field) << (
         shift_of(codes, cell, field) if _stays(codes.cells[cell].fields[field]) else 0
     )
@@ -177,7 +177,7 @@ def gain_of(byte):
 
 @triton.jit
 def plane_dims(v_first, SHAPE: tl.constexpr):
-    """Returns V dims of a program's rows [VP], ``VP / 4`` of each plane in turn, and a mask of rows that are dims."""
+    """Returns V dims of a program's rows [VP], ``VP / 4`` of each plane in turn, and a mask of rows without padding."""
     ROWS: tl.constexpr = SHAPE.VP // 4
     row = tl.arange(0, SHAPE.VP)
     j = row % ROWS
@@ -186,7 +186,7 @@ def plane_dims(v_first, SHAPE: tl.constexpr):
 
 @triton.jit
 def row_dims(v_first, RECORD: tl.constexpr, SHAPE: tl.constexpr):
-    """Returns the V dim of each of a program's rows [VP], and a mask of rows that are dims, for any record."""
+    """Returns the V dim of each of a program's rows [VP], and a mask of rows without padding, for any record."""
     if is_planes(RECORD) and SHAPE.VP != SHAPE.D:
         return plane_dims(v_first, SHAPE)
     else:
@@ -204,18 +204,18 @@ def tile_bytes(bytes):
 
 @triton.jit
 def key_address(records, base_a, base_b, CELL: tl.constexpr, CODES: tl.constexpr, SHAPE: tl.constexpr):
-    """Returns addresses of rows of a cell of two pages' keys, [2 PAGE / shares], in the tile's order of shares."""
+    """Returns addresses of a cell's rows in the keys of two pages, [2 PAGE / shares], in the order of the tile."""
     ROWS: tl.constexpr = 2 * PAGE // shares_of(CODES, CELL)
     QUARTER: tl.constexpr = PAGE // 4
     row = tl.arange(0, ROWS)
-    # ``common.key_row`` of the row's token, times the row's bytes.
+    # ``common.key_row`` of each row's token, times the bytes of a row.
     of_page = (row // (2 * QUARTER) * QUARTER + row % QUARTER) * SHAPE.D4
     return records + base_of(row // QUARTER % 2 == 1, base_a, base_b) + of_page + start_of(CODES, CELL)
 
 
 @triton.jit
 def key_bytes(records, base_a, base_b, CELL: tl.constexpr, CODES: tl.constexpr, JP: tl.constexpr, SHAPE: tl.constexpr):
-    """Loads a cell of two pages' keys: uint8 [2 PAGE / shares, JP]."""
+    """Loads one cell of the keys of two pages: uint8 [2 PAGE / shares, JP]."""
     j = tl.arange(0, JP)[None, :]
     address = key_address(records, base_a, base_b, CELL, CODES, SHAPE)[:, None]
     if SHAPE.D4 == JP:

@@ -1,20 +1,20 @@
 """Codes of rows on the device: the arithmetic of ``formats.quantize``, bit for bit.
 
-Rows of BF16 numbers come as four *planes*, words [ROWS, N] with dims ``plane * D/4 + 2 n`` and the next one in their
-halves (``bf16_pairs``). If statistics take float32, and for centred rows, a plane's halves are separate float32
+Rows of BF16 numbers come as four *planes*, words [ROWS, N]. The halves of word n are dim ``plane * D/4 + 2 n`` and the
+next one (``bf16_pairs``). If statistics need float32, and for centred rows, a plane's halves are separate float32
 tensors. Codes are integers in the halves of words, too.
 
 Per row and group, with the clip threshold (the rank-th largest magnitude, infinite without clipping):
 
     minmax   low, high = clamp(min x, +-threshold), clamp(max x, +-threshold)
              scale = fp16((high - low) * factor), offset = fp16(low)
-    others   from the exact sums of clamped elements as integers
+    others   from exact sums of the clamped elements, as integers
     code     = #{bounds n : clamp(x, +-threshold) > offset + n scale}
 
 The threshold is found by bisecting BF16 magnitudes, ordered like the integers of their bits. The upper bound is the
-row's largest. The lower bound is the least of its 2 N column maxima, which at least that many magnitudes reach. This
-takes 8 or 9 steps on Gaussian rows instead of 15. Values are not clamped for their codes: ``threshold`` moves the
-bounds instead.
+row's largest magnitude. The lower bound is the least of the maxima of its D/4 columns, because at least D/4 magnitudes
+reach it. This takes 8 or 9 steps on Gaussian rows instead of 15. Values are not clamped before they are compared:
+``threshold`` moves the bounds instead.
 """
 
 import triton
@@ -52,7 +52,7 @@ ROUND_BITS = tl.constexpr(0x4B400000)
 def scale_offset(x, means, limit, g: tl.constexpr, CODES: tl.constexpr, D4: tl.constexpr, PACKED: tl.constexpr):
     """Returns scale and offset, FP16 [ROWS], of the rows' group g. Without an offset the second result is meaningless.
 
-    x: four planes; means: see ``halves``; limit: float32 [ROWS].
+    x: four planes; means: see ``halves``; limit: the clip threshold, float32 [ROWS].
     """
     FIRST: tl.constexpr = g * CODES.group // D4
     END: tl.constexpr = ((g + 1) * CODES.group - 1) // D4 + 1
@@ -114,7 +114,7 @@ def to_half(x):
 
 @triton.jit
 def powers(most):
-    """Returns 2^s and 2^-s, float32, that bring a largest magnitude into [2^10, 2^11)."""
+    """Returns 2^s and 2^-s, float32; 2^s brings the largest magnitude, ``most``, into [2^10, 2^11)."""
     exponent = tl.maximum(most.to(tl.int32, bitcast=True) >> 23, LEAST_EXPONENT)
     up = ((264 - exponent) << 23).to(tl.float32, bitcast=True)
     return up, ((exponent - 10) << 23).to(tl.float32, bitcast=True)
@@ -151,7 +151,7 @@ def _clamped(x, means, limit, p: tl.constexpr, g: tl.constexpr, CODES: tl.conste
 
 @triton.jit
 def _in_group(x, p: tl.constexpr, g: tl.constexpr, other, GROUP: tl.constexpr, D4: tl.constexpr):
-    """Returns a plane with ``other`` where dims are not in group g; the plane has some dims of the group."""
+    """Replaces a plane's dims that are not in group g by ``other``; the plane must have dims of the group."""
     if 2 * x.shape[1] == D4 and p * D4 >= g * GROUP and (p + 1) * D4 <= (g + 1) * GROUP:
         return x
     else:
@@ -164,7 +164,7 @@ def plane_codes(
     codes, x, means, scale, offset, limit, p: tl.constexpr, g: tl.constexpr,
     CODES: tl.constexpr, D4: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """Returns codes of a plane, integers in the halves of its words: those of group g, and others' from ``codes``."""
+    """Computes a plane's codes of group g, integers in the halves of words; takes the other groups' from ``codes``."""
     GROUP: tl.constexpr = CODES.group
     if p * D4 >= (g + 1) * GROUP or (p + 1) * D4 <= g * GROUP:
         return codes
@@ -188,7 +188,7 @@ def plane_codes(
 
 @triton.jit
 def threshold(step, offset, limit, i: tl.constexpr, CODES: tl.constexpr):
-    """Returns the bound for an unclamped element that tells if the clamped one is above the i-th threshold."""
+    """Returns the bound that an unclamped element exceeds exactly if the clamped one exceeds the i-th threshold."""
     least = bound(CODES, i) * step
     if CODES.has_offset:
         least += offset

@@ -1,6 +1,6 @@
-"""Compile-time heads and head_dim of kernels: one constant argument, like ``codes.Record``.
+"""Heads and head_dim as one compile-time argument of kernels, like ``codes.Record``.
 
-If such a constant's attribute is part of a tensor's shape or a tuple, Triton 3.6 requires a name for it first:
+If an attribute of such an argument is part of a tensor's shape or a tuple, Triton 3.6 requires a name for it first:
 ``D: tl.constexpr = SHAPE.D``.
 """
 
@@ -12,7 +12,7 @@ from functools import cache
 import triton
 
 
-@dataclass(frozen=True, eq=False)  # one object per geometry, see shape_of: launches find it by identity
+@dataclass(frozen=True, eq=False)  # one object per geometry (shape_of): launches find kernels by identity
 class Shape:
     """Heads of an attention layer on one worker; names in capitals, like constants in kernels.
 
@@ -27,12 +27,12 @@ class Shape:
 
     @property
     def GQA_GROUP(self) -> int:
-        """Query heads of a KV head."""
+        """Query heads per KV head."""
         return self.Q_HEADS // self.KV_HEADS
 
     @property
     def HEADS(self) -> int:
-        """Columns of a product with the query heads of a KV head; two of each head make an INT8 product's eight."""
+        """Query heads per KV head, padded: at least four, because an INT8 product has eight columns, two per head."""
         return max(4, triton.next_power_of_2(self.GQA_GROUP))
 
     @property
@@ -52,12 +52,12 @@ class Shape:
 
     @property
     def JP(self) -> int:
-        """D4, padded; at least as long as a product's."""
+        """D4, padded; at least 16, the shortest that a product takes."""
         return max(16, triton.next_power_of_2(self.D4))
 
     @property
     def INT8_JP(self) -> int:
-        """D4, padded; at least as long as an INT8 product's."""
+        """D4, padded; at least 32, the shortest that an INT8 product takes."""
         return max(32, triton.next_power_of_2(self.D4))
 
     @property
@@ -72,7 +72,7 @@ class Shape:
 
     @property
     def DIMS(self) -> int:
-        """Dims of V that a program accumulates: no more than its registers hold."""
+        """Dims of V that a program accumulates: no more than its registers can hold."""
         return value_dims(self.D)
 
     @property
@@ -83,7 +83,7 @@ class Shape:
 
 @cache
 def shape_of(kv_heads: int, head_dim: int, q_heads: int | None = None) -> Shape:
-    """Returns the constants of a geometry, one object for each; without q_heads for kernels that see no queries."""
+    """Returns the one object for a geometry; q_heads is None for kernels that see no queries."""
     return Shape(kv_heads if q_heads is None else q_heads, kv_heads, head_dim)
 
 

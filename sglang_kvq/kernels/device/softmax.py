@@ -7,16 +7,16 @@ import triton.language as tl
 
 from sglang_kvq.kernels.device.common import dot, to_bf16
 
-#: Factor of scores, together with the softmax's scale.
+#: Scores in base 2 are products of q, k, the softmax's scale and this.
 LOG2E = 1.4426950408889634
 #: Score of an unseen key.
 NEVER = tl.constexpr(-1e30)
 _LOG2E = tl.constexpr(LOG2E)
-#: The largest p after sums are rescaled, as a power of two. Sums are not rescaled until a p exceeds 2^15, whose bits
-#: follow. FP16 holds these, times a factor below two.
+#: log2 of the largest p right after sums are rescaled. They are rescaled again when a p reaches 2^15: the float32 bits
+#: of this 15 follow. FP16 can hold such a p times a factor below two.
 _WEIGHT_LOG2 = tl.constexpr(9.0)
 _LIMIT_BITS = tl.constexpr(0x41700000)
-#: Lower bound of any number's bits.
+#: Integer that is not above the bits of any number.
 _ANY = tl.constexpr(-(2**31))
 
 
@@ -48,7 +48,7 @@ def scores(q, k, ROWS: tl.constexpr, KEYS: tl.constexpr):
 
 @triton.jit
 def attend(state, q, k, v, seen, scale_log2, ROWS: tl.constexpr, KEYS: tl.constexpr):
-    """Adds BF16 keys k [KEYS, dims] and values v [KEYS, VP], where seen [ROWS or 1, KEYS]."""
+    """Adds BF16 keys k [KEYS, dims] and values v [KEYS, VP] to the state, where ``seen``, [ROWS or 1, KEYS]."""
     x = tl.where(seen, scores(q, k, ROWS, KEYS), NEVER)
     top = tl.maximum(state.top, tl.max(x, 1) * scale_log2)
     decay = tl.exp2(state.top - top)
@@ -59,16 +59,17 @@ def attend(state, q, k, v, seen, scale_log2, ROWS: tl.constexpr, KEYS: tl.conste
 
 @triton.jit
 def have_risen(x, always):
-    """Tells if sums must be rescaled: if ``always``, or because a score rose. Scores are relative to the last maximum.
+    """Tells if sums must be rescaled: if ``always``, or if a score x is too high.
 
-    Positive numbers are in order as integers too: the maximum of three is one instruction, and that of a warp another.
+    x is relative to the maximum at the last rescaling. The bits of positive numbers order like the numbers. As
+    integers, the maximum of three takes one instruction, and that of a warp another.
     """
     return tl.max(x.to(tl.int32, bitcast=True)) >= tl.where(always, _ANY, _LIMIT_BITS)
 
 
 @triton.jit
 def raised(x, begins, AXIS: tl.constexpr):
-    """Returns how far the scores' zero rises when sums are rescaled; it may also fall where they begin."""
+    """Returns how far a rescaling raises the maximum to which scores are relative; in an item's first, it may fall."""
     return tl.maximum(tl.max(x, AXIS) - _WEIGHT_LOG2, tl.where(begins, NEVER, 0.0))
 
 
@@ -88,7 +89,7 @@ def with_sink(state, sink):
 
 @triton.jit
 def first_columns(state, COLUMNS: tl.constexpr, HEADS: tl.constexpr):
-    """Returns a state whose COLUMNS are heads without a product's padding: HEADS are all or half of the columns."""
+    """Keeps the first HEADS of a state's COLUMNS, all or half of them; the others only pad a product."""
     if COLUMNS == HEADS:
         return state
     else:

@@ -6,7 +6,7 @@ A level is recovered in one of three ways, the one with the fewest instructions:
     2 bits, not uniform  levels 0, a, b, a + b:  2 level = b code + (2 a - b) (code & 1), put together as products
     3 and 4 bits, not    a table in registers, of levels shifted by ``centre`` to fit INT8
 
-A plane may carry a multiple of that, where it saves a shift.
+A plane's tile may hold a multiple of these numbers, where that saves a shift.
 """
 
 import triton
@@ -17,13 +17,13 @@ from sglang_kvq.kernels.device.codes import level_of
 
 @triton.constexpr_function
 def in_steps(codes):
-    """Tells if products of codes and of odd codes make those of levels."""
+    """Tells if products with levels are put together from products with codes and with their lowest bits."""
     return codes.bits == 2 and not codes.uniform
 
 
 @triton.constexpr_function
 def step(codes):
-    """Returns the value of a code if an odd code counts 1: together twice the level."""
+    """Returns b: twice a level is b times its code, plus 1 if the code is odd."""
     a, b, top = codes.levels[1:]
     assert top == a + b and 2 * a - b == 1, codes
     return b
@@ -31,13 +31,13 @@ def step(codes):
 
 @triton.constexpr_function
 def centre(codes):
-    """Returns the number subtracted from levels: half their range, if they come from a table."""
+    """Returns the number subtracted from levels: half their range if they come from a table, else 0."""
     return 0 if codes.uniform or codes.bits == 2 else codes.levels[-1] // 2
 
 
 @triton.constexpr_function
 def multiple(codes, plane):
-    """Returns the factor of a plane's tile: 2-bit codes of odd planes keep their position in the byte."""
+    """Returns the factor in a plane's tile: 4 for 2-bit codes of odd planes, which keep their position in the byte."""
     return 4 if codes.bits == 2 and plane % 2 else 1
 
 
@@ -45,8 +45,9 @@ def multiple(codes, plane):
 def unpack(low, high, shift, CODES: tl.constexpr, FIXED: tl.constexpr, PLAIN: tl.constexpr):
     """Unpacks INT8 tiles of the four planes: codes of 2 bits or of uniform levels, else level - centre.
 
-    low, high: uint8 tiles of equal shape, see ``formats.pack``. For 3-bit codes, shift is the first bit of the row in a
-    byte of high: int32 of the same shape, or for all rows FIXED, 0 or 4. PLAIN: without inline assembly.
+    low, high: uint8 tiles of equal shape, see ``formats.pack``. For 3-bit codes, shift is the first bit of a row's
+    codes in a byte of high, int32 of the same shape. FIXED is that bit, 0 or 4, if it is the same for all rows, else
+    None. PLAIN: without inline assembly.
     """
     if PLAIN:
         x0 = _plain(low, high, shift, 0, CODES)
@@ -84,7 +85,7 @@ def unpack_odd(low, CODES: tl.constexpr, PLAIN: tl.constexpr):
 
 @triton.jit
 def two_bits(low, MASK: tl.constexpr, PLAIN: tl.constexpr):
-    """Returns INT8 tiles of the four planes' codes and MASK, times 1, 4, 1, 4, which saves half the shifts."""
+    """Returns INT8 tiles of ``code & MASK`` for the four planes, times 1, 4, 1, 4, which saves half the shifts."""
     if PLAIN:
         x0, x1 = (low & MASK).to(tl.int8), (low & (4 * MASK)).to(tl.int8)
         x2, x3 = ((low >> 4) & MASK).to(tl.int8), ((low >> 4) & (4 * MASK)).to(tl.int8)
@@ -130,8 +131,8 @@ def _masks(mask):
 def _assembly(codes, shift):
     """Returns the PTX of ``unpack`` for 3 and 4 bits; every line works on four bytes.
 
-    $0 to $3 are the planes, $4 is low, $5 high, $6 shift unless it is given. First whole codes in nibbles: even holds
-    those of planes 0 and 2, odd of 1 and 3.
+    $0 to $3 are the planes, $4 is low, $5 high, $6 shift unless it is given. First it puts whole codes into nibbles:
+    ``even`` holds those of planes 0 and 2, ``odd`` those of 1 and 3.
     """
     lines = ["{", ".reg .b32 even, odd, high, upper, first, second, sign;"]
     if codes.bits == 4:
@@ -171,8 +172,8 @@ def _assembly(codes, shift):
 def _look_up(codes, nibbles, plane):
     """Returns PTX for the levels of a plane and the one after next, from their codes in nibbles.
 
-    A byte permutation is a table of eight bytes, indexed by four nibbles. With bit 3 set, a nibble returns the sign of
-    an entry, eight times. The lower half of 16 levels is negative. The upper half is stored with its sign bit set too,
+    A byte permutation is a table of eight bytes, indexed by four nibbles. A nibble with bit 3 set returns the sign of
+    an entry, eight times. Of 16 levels, the lower half is negative. The upper half is stored with its sign bit set too,
     so either half gives 0xFF for codes of the other. The sign bit is removed at the end.
     """
     middle = codes.levels[-1] // 2

@@ -1,8 +1,8 @@
-"""BF16 pages for the pages that a batch is about to write: one program, because each choice depends on earlier ones.
+"""Gives BF16 pages to the pages that a batch will write, in one program, because each choice depends on earlier ones.
 
 Each phase is a function, and barriers separate them: the batch's rows, the pinned windows, a key for every slot, the
-k-th least key by bisection, the exchange, and entries for lost first tokens. If no page needs a BF16 copy, only the
-first phase runs.
+k-th smallest key by bisection, the exchange of pages, and entries for lost first tokens. If no page needs a BF16 copy,
+only the first phase runs.
 """
 
 import torch
@@ -15,7 +15,7 @@ from sglang_kvq.kernels.tiers.select_smallest import NEVER, among_least, bisect,
 from sglang_kvq.kernels.tiers.sink_entries import claim_of, entry_of, place_sink_tokens
 from sglang_kvq.kernels.tiers.tables import TierTables, page_at, window
 
-#: Elements per pass over rows' windows, and over slots; and entries of first tokens.
+#: Elements of windows or slots processed at a time; then entries of first tokens.
 _ELEMENTS = 4096
 _ENTRIES = 1024
 
@@ -31,12 +31,12 @@ def give_bf16_pages(
     new_tokens: int = 1,
     restored: torch.Tensor | None = None,
 ) -> None:
-    """Plans a batch like ``TierManager._plan``, before ranges are set; starts the list of pages to be quantized.
+    """Plans a batch like ``TierManager._plan`` up to its ranges; starts the list of pages to be quantized.
 
-    rows, prefix_lens, seq_lens: int ``[batch]``; prefix_lens None for decoding: all but the last ``new_tokens``.
-    direct_pages: int64 ``[n]`` or None. step: of the plan, from 1.
-    first_slot: the first that pages may have. restored: int32 ``[batch]``, filled in a prefill if
-    first tokens are kept: rows' first pages that got their BF16 copy back.
+    rows, prefix_lens, seq_lens: int ``[batch]``; prefix_lens is None for decoding: all but the last ``new_tokens``.
+    direct_pages: int64 ``[n]``, pages that the batch quantizes from its activations, or None. step: number of the plan,
+    from 1. first_slot: the first slot that pages may have. restored: int32 ``[batch]``, filled in a prefill if first
+    tokens are kept: each row's first page if it gets its BF16 copy back, else 0.
     """
     direct = rows[:0] if direct_pages is None else direct_pages
     start_kernel(
@@ -51,7 +51,7 @@ def give_bf16_pages(
     )  # fmt: skip
 
 
-# Nothing that varies is specialised: plans run outside CUDA graphs, so a request would wait for the compiler.
+# Nothing that varies is specialized: plans run outside CUDA graphs, so a request would wait for the compiler.
 @triton.jit(
     do_not_specialize=[
         "rows", "prefix_lens", "seq_lens", "batch", "direct", "directs", "step", "first_slot", "new_tokens", "restored",
@@ -62,7 +62,7 @@ def _give(
     rows, prefix_lens, seq_lens, batch, direct, directs, step, first_slot, new_tokens, restored, t,
     WINDOW: tl.constexpr, DECODING: tl.constexpr, ROWS: tl.constexpr, SLOTS: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
-    """One program; t: ``Tables``. Rows; direct pages; if pages need BF16 pages: pins, keys, bisection, exchange."""
+    """Runs the phases in one program: rows, direct pages; the others only if pages need BF16 copies. t: ``Tables``."""
     step = step.to(tl.int64)
     needs, failed = _begin_rows(
         rows, prefix_lens, seq_lens, batch, step, new_tokens, restored, t, WINDOW, DECODING, ROWS
@@ -81,7 +81,7 @@ def _give(
         if takes > 0:
             keys, slots = t.keys + first_slot, t.slot_count - first_slot
             key = bisect(keys, slots, takes, least, most, SLOTS)
-            equals = takes - count_below(keys, slots, key, SLOTS)  # how many with this key: the first ones
+            equals = takes - count_below(keys, slots, key, SLOTS)  # to take of those with this key: the first
             quantized, lost = _exchange(t, key, equals, step, first_slot, WINDOW, SLOTS)
             if WINDOW.SINK_CACHE:
                 tl.debug_barrier()
@@ -101,7 +101,7 @@ def _begin_rows(
     """Writes lengths and stamps of the batch's rows; lists their window pages without a BF16 copy in ``wanted``.
 
     Returns:
-        how many pages are wanted; how many resumed pages have lost their BF16 copy, which is an error.
+        the number of wanted pages; the number of resumed pages that have lost their BF16 copy, which is an error.
     """
     SIZE: tl.constexpr = ROWS * WINDOW.WIDTH
     failed = tl.zeros([], tl.int64)
@@ -113,7 +113,7 @@ def _begin_rows(
         prefix = length - new_tokens
         if not DECODING:
             prefix = tl.load(prefix_lens + i, mask=i < batch, other=0).to(tl.int32)
-            # Touch the pages that the batch reads too: its old window must then give way last.
+            # Stamp the pages that the batch reads too, so that its old window gives way last.
             index, exists, page = window(t, row, prefix, WINDOW)
             _touch(t, index, _slot_of(t, page, exists), step, WINDOW)
         tl.store(t.row_len + row, length.to(tl.int64), mask=row > 0)
@@ -134,7 +134,7 @@ def _begin_rows(
         tl.store(t.wanted + needs + tl.cumsum(need, 0) - 1, entry, mask=need > 0)
         needs += tl.sum(need, 0)
 
-        # A page that this batch resumes in its middle and pushes out of the window is written in BF16 once more. It
+        # A page that this batch resumes in the middle, and that leaves the window, is written in BF16 once more. It
         # keeps its BF16 copy until the next plan quantizes it.
         resumed = (row > 0) & (prefix % PAGE > 0)
         slot = _slot_of(t, page_at(t, row, prefix // PAGE, resumed), resumed)
@@ -145,7 +145,7 @@ def _begin_rows(
 
 @triton.jit
 def _claim(t, first, i, stored, step):
-    """Tells if rows i [ROWS, 1] restore the BF16 pages of pages ``first``; the first row does so for a shared page."""
+    """Tells if rows i [ROWS, 1] restore BF16 copies of pages ``first``; of rows that share a page, the first does."""
     lost = stored & (first > 0) & (_slot_of(t, first, first > 0) < 0)
     entry = entry_of(t, first, lost)
     lost &= entry > 0
@@ -169,7 +169,7 @@ def _mark_direct(direct, directs, t, SLOTS: tl.constexpr):
 
 @triton.jit
 def _hold_windows(step, t, WINDOW: tl.constexpr, ROWS: tl.constexpr):
-    """Notes for the windows of all rows in use how hard they are to take, like ``TierState.held``."""
+    """Writes to ``held`` how hard the windows' slots of all rows in use are to take, like ``TierState.held``."""
     for start in range(0, t.row_count, ROWS):
         row = start + tl.arange(0, ROWS)[:, None]
         length = tl.load(t.row_len + row, mask=row < t.row_count, other=0).to(tl.int32)
@@ -183,16 +183,18 @@ def _hold_windows(step, t, WINDOW: tl.constexpr, ROWS: tl.constexpr):
 
 @triton.jit
 def _hold(step, level, WINDOW: tl.constexpr):
-    """Returns what ``Tables.held`` has for a level, SOFT if pinned; those of later steps are larger."""
+    """Encodes a level for ``Tables.held``; pinned slots have level SOFT. Values of later steps are larger."""
     return step * (WINDOW.SOFT + 1) + level
 
 
 @triton.jit
 def _key_slots(step, first_slot, t, WINDOW: tl.constexpr, SLOTS: tl.constexpr):
-    """Writes keys of slots, in the order of reuse: free ones, by stamp, sinks, windows of rows in use by level.
+    """Writes each slot's key; slots are reused in the order of keys.
+
+    Free slots come first, then others by their stamps, sinks, and windows of rows in use by their levels.
 
     Returns:
-        the least and the largest key of slots that may be taken; how many these are.
+        the least and the largest key of slots that may be taken; the number of these slots.
     """
     least, most = tl.full([SLOTS], NEVER, tl.int64), tl.full([SLOTS], 0, tl.int64)
     available = tl.full([SLOTS], 0, tl.int32)
@@ -216,10 +218,11 @@ def _key_slots(step, first_slot, t, WINDOW: tl.constexpr, SLOTS: tl.constexpr):
 def _exchange(t, bound, equals, step, first_slot, WINDOW: tl.constexpr, SLOTS: tl.constexpr):
     """Gives the slots below the bound, and the first ``equals`` of those at it, to the wanted pages.
 
-    Lists the pages that lose their slot and have no record, which must be quantized, and those that begin a sequence.
+    Among pages that lose their slot, lists those without a record, which must be quantized, and those that begin a
+    sequence.
 
     Returns:
-        how many pages the two lists have.
+        the lengths of the two lists.
     """
     quantized = tl.zeros([], tl.int64)
     begun = tl.zeros([], tl.int64)

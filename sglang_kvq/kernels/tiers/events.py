@@ -1,4 +1,4 @@
-"""Scheduler events on pages and rows since the last plan, applied in order by one program."""
+"""Applies the scheduler's events on pages and rows since the last plan, in order, by one program."""
 
 from typing import NamedTuple
 
@@ -42,9 +42,9 @@ def _apply(
     spans, ids, events, t, FREE: tl.constexpr, MOVE: tl.constexpr, ALLOCATE: tl.constexpr, SINK_CACHE: tl.constexpr,
     SHARED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program; t: ``Tables``. Pages repeat only within an event: some lanes then repeat finished work.
+    """Applies all events, in one program; t: ``Tables``.
 
-    With SHARED no id repeats within an event.
+    A page may occur twice in an event: some lanes then repeat finished work. With SHARED no id occurs twice.
     """
     free_count = tl.zeros([], tl.int64)
     missing = tl.zeros([], tl.int64)
@@ -86,7 +86,7 @@ def _apply(
 
 @triton.jit
 def _give_page(t, id, inside, free_count, BLOCK: tl.constexpr):
-    """Gives ids the pages on top of the stack; returns how many got one."""
+    """Gives ids the pages on top of the stack of free pages; returns how many ids got one."""
     at = free_count - 1 - tl.arange(0, BLOCK)
     page = tl.load(t.free_pages + at, mask=inside & (at >= 0), other=0)
     tl.store(t.places + id, page, mask=inside)
@@ -96,7 +96,7 @@ def _give_page(t, id, inside, free_count, BLOCK: tl.constexpr):
 
 @triton.jit
 def _give_back(t, id, page, free_count, BLOCK: tl.constexpr):
-    """Puts the pages of ids, 0 for none, on the stack; returns how many."""
+    """Puts the pages of ids, 0 for none, back on the stack of free pages; returns how many."""
     had = (page > 0).to(tl.int64)
     tl.store(t.free_pages + free_count + tl.cumsum(had, 0) - 1, page, mask=page > 0)
     tl.store(t.page_id + page, tl.full([BLOCK], 0, tl.int32), mask=page > 0)
@@ -120,7 +120,7 @@ def _free(t, page, SINK_CACHE: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _move(t, page, kept, BLOCK: tl.constexpr):
-    """Moves BF16 pages of pages to the pages that are kept instead, if those have none."""
+    """Moves pages' BF16 copies to the pages that are kept instead, if those have none."""
     slot = tl.load(t.page_slot + page, mask=(page != kept) & (kept > 0), other=0)
     moves = slot > 0
     moves &= tl.load(t.page_slot + kept, mask=moves, other=0) < 0

@@ -1,17 +1,17 @@
-"""Copies of quantized pages between the pool and host memory that the GPU can address, one launch for all layers.
+"""Copies of quantized pages between the pool and host memory that the GPU can address.
 
     buffer[places[i], offset(l) :][: bytes(l)]  =  records(l)[pages[i]]         gather: every layer l
     records(l)[pages[i]]  =  host[host_pages[i], offset(l) :][: bytes(l)]       load: one layer l
 
-A page's records of one layer lie together on both sides. They are opaque bytes, moved 16 at a time. A table on the
-device says where each layer's records are, so that layers of different widths need no launch of their own.
+A page's records of one layer are contiguous on both sides. They are opaque bytes, moved 16 at a time. A table on the
+device says where each layer's records are, so that one launch can gather layers of different widths.
 
 Programs share the rows (page, layer). Those that read host memory slow the kernels that run meanwhile: decode steps by
-2% with 4 programs, by 17% with 16 (docs/hicache.md). So loads have ``_LOADERS`` programs. A backup gathers pages on the
-device with ``_GATHERERS``, and the copy engine takes them from there (``cache.host_pages``).
+2% with 4 programs, by 17% with 16 (docs/hicache.md). So loads have ``_LOADERS`` programs. A backup first gathers pages
+on the device, with ``_GATHERERS`` programs; then the copy engine moves them (``cache.host_pages``).
 
-The host's side of a load is a tensor in pinned memory: Triton asks the driver for the device's address of what it is
-given, and refuses memory that the device cannot reach.
+The host's side of a load is a tensor in pinned memory: Triton asks the driver for the device address of each argument,
+and refuses memory that the device cannot reach.
 """
 
 from collections.abc import Sequence
@@ -36,9 +36,9 @@ class Row(NamedTuple):
     """One layer's records, int64 each, in the order of ``row_table``.
 
     Attributes:
-        address: of page 0's records; those of page p follow p * bytes later.
-        bytes: of a page's records, all KV heads.
-        offset: in a host page.
+        address: address of page 0's records; those of page p are p * bytes later.
+        bytes: size of a page's records, all KV heads.
+        offset: start of the records in a host page.
     """
 
     address: int
@@ -111,7 +111,7 @@ def _launch(
     )  # fmt: skip
 
 
-# Nothing is specialised: a copy must not wait for the compiler because of the number of its pages.
+# Nothing is specialized: a copy must not wait for the compiler because of the number of its pages.
 @triton.jit(
     do_not_specialize=["table", "first", "layers", "rows", "pages", "host", "host_pages", "host_bytes"],
     do_not_specialize_on_alignment=["table", "pages", "host", "host_pages"],
@@ -121,7 +121,7 @@ def _copy_rows(
 ):
     """Program p: rows p, p + programs, ...; row r is layer first + r % layers of page r // layers.
 
-    host_bytes: from one host page to the next.
+    host_bytes: bytes from one host page to the next.
     """
     VECTOR: tl.constexpr = 16
     for r in range(tl.program_id(0), rows, tl.num_programs(0)):

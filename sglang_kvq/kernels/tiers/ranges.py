@@ -1,4 +1,4 @@
-"""Ranges that a batch reads from records, and the missing records among them: in parallel over rows and pages."""
+"""Sets the ranges that a batch reads from records and lists missing records there, in parallel over rows and pages."""
 
 import torch
 import triton
@@ -41,7 +41,7 @@ def set_ranges(
     do_not_specialize_on_alignment=["rows", "lens", "seq_lens"],
 )
 def _ranges(rows, lens, seq_lens, step, t, WINDOW: tl.constexpr, PAGES: tl.constexpr, PREFILL: tl.constexpr):
-    """Program (i, j): pages j PAGES .. of request i. Its range; a copy of the pages; the missing records."""
+    """Program (i, j), for pages j PAGES .. of request i: sets the range, copies page ids and lists missing records."""
     row = tl.load(rows + tl.program_id(0)).to(tl.int32)
     if row > 0:
         stored = tl.load(lens + tl.program_id(0)).to(tl.int32)
@@ -69,7 +69,7 @@ def _ranges(rows, lens, seq_lens, step, t, WINDOW: tl.constexpr, PAGES: tl.const
 
 @triton.jit
 def _range_of(t, row, length, more, WINDOW: tl.constexpr):
-    """Returns begin and end of the history, in pages: extended to window pages that have lost their BF16 copy."""
+    """Returns begin and end of the history, in pages; it includes window pages that have lost their BF16 copies."""
     index, exists, page = window(t, row, length, WINDOW, more)
     lost = tl.load(t.page_slot + page, mask=exists, other=0) < 0
     sink_end = tl.minimum(tl.min(tl.min(tl.where(lost, index, WINDOW.SINK), 1), 0), WINDOW.SINK)

@@ -1,4 +1,4 @@
-"""The k least of int64 keys, by bisection, for one program that chooses slots or entries."""
+"""Finds the k smallest int64 keys by bisection, in one program that chooses slots or entries."""
 
 import triton
 import triton.language as tl
@@ -32,10 +32,12 @@ def count_below(keys, count, bound, BLOCK: tl.constexpr):
 
 @triton.jit
 def among_least(key, bound, passed, equals):
-    """Marks a block's keys below the bound or among the first ``equals`` at it; ``passed`` of these came before.
+    """Marks a block's keys that are below the bound, or among the first ``equals`` keys equal to it.
+
+    passed: number of equal keys in earlier blocks.
 
     Returns:
-        int32, 1 or 0, for each key; how many of those at the bound have come so far.
+        int32, 1 or 0, for each key; the number of equal keys so far.
     """
     equal = (key == bound).to(tl.int32)
     take = (key < bound) | ((equal > 0) & (passed + tl.cumsum(equal, 0) <= equals))

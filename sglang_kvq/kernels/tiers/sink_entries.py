@@ -1,4 +1,4 @@
-"""Assignment of first-token entries to pages: ``cache.sink_token_cache.SinkTokenCache`` in the one program that plans
+"""Assigns first-token entries to pages, like ``cache.sink_token_cache.SinkTokenCache``, in the one program that gives
 BF16 pages."""
 
 import triton
@@ -12,19 +12,19 @@ _FREE, _UNUSED = tl.constexpr(ENTRY_FREE), tl.constexpr(ENTRY_UNUSED)
 
 @triton.jit
 def claim_of(i, step):
-    """Returns row i's key, int64, to claim an entry in a step: smaller for later steps, and for earlier rows."""
+    """Returns the int64 key by which row i claims an entry in a step: smaller for later steps and for earlier rows."""
     return i - (step.to(tl.int64) << 31)
 
 
 @triton.jit
 def entry_of(t, page, wanted):
-    """Returns the entries of pages, 0 for none or where not ``wanted``."""
+    """Returns the entries of pages: 0 where a page has none or is not ``wanted``."""
     return tl.load(t.sink_entry + page, mask=wanted, other=0)
 
 
 @triton.jit
 def place_sink_tokens(t, count, step, BLOCK: tl.constexpr):
-    """Writes entries for the first ``count`` of ``lost_pages`` to ``lost_entries``; 0 where none could be taken.
+    """Writes the entries of the first ``count`` of ``lost_pages`` to ``lost_entries``; 0 where none could be taken.
 
     Pages that have an entry keep it, and no other page takes it in this step.
     """
@@ -51,10 +51,10 @@ def place_sink_tokens(t, count, step, BLOCK: tl.constexpr):
 
 @triton.jit
 def _key_entries(t, step, BLOCK: tl.constexpr):
-    """Writes keys of all entries, in the order of reuse.
+    """Writes each entry's key; entries are reused in the order of keys.
 
     Returns:
-        the least and the largest key of entries that may be taken; how many these are.
+        the least and the largest key of entries that may be taken; the number of these entries.
     """
     least, most = tl.full([BLOCK], NEVER, tl.int64), tl.full([BLOCK], 0, tl.int64)
     available = tl.full([BLOCK], 0, tl.int32)
@@ -66,7 +66,7 @@ def _key_entries(t, step, BLOCK: tl.constexpr):
         has_bf16_page = tl.load(t.page_slot + page, mask=page > 0, other=0) > 0
         key = tl.where(page == 0, _FREE, tl.where(has_bf16_page, _UNUSED, _UNUSED + 1 + stamp))
         may = inside & ((page == 0) | (stamp != step))
-        may &= tl.load(t.claims + entry, mask=inside, other=0) >= claim_of(1 << 31, step)  # restored now
+        may &= tl.load(t.claims + entry, mask=inside, other=0) >= claim_of(1 << 31, step)  # not claimed now
         tl.store(t.first_keys + entry, tl.where(may, key, NEVER), mask=entry < t.first_count)
         least = tl.where(may, tl.minimum(least, key), least)
         most = tl.where(may, tl.maximum(most, key), most)

@@ -1,6 +1,6 @@
-"""Shared parts of the kernels that plan tiers: the tables they keep, and the window of a request.
+"""Shared parts of the kernels that plan tiers: the tables that they keep, and the window of a request.
 
-The rules are those of ``cache.tiers.TierManager``, which is their oracle.
+The kernels follow the rules of ``cache.tiers.TierManager``, with which tests compare them.
 """
 
 from dataclasses import dataclass
@@ -22,12 +22,13 @@ class Tables(NamedTuple):
     Attributes:
         req_to_token: int32 ``[R, context]``; row_pages: int32 ``[R, pages]``; their last axes contiguous.
         places: int32 ``[N]``, pages of SGLang's ids; page_id: int32 ``[N]``, free_pages: int32 ``[N]`` and free_count:
-            int64 ``[1]``: ``cache.shared.places``, if pages and BF16 pages share a memory.
+            int64 ``[1]``, see ``cache.shared.places``, if records and BF16 pages share a memory.
         page_slot: int32 ``[N]``; page_valid: uint8 ``[N]``.
         slot_page, slot_stamp: int64 ``[S]``; row_len: int64 ``[R]``; see ``TierManager``.
         row_sink_end, row_history_end: int32 ``[R]``.
-        errors, written: int64, counters; prefix_read: int64 ``[2]``, tokens read in BF16 and from records.
-        held: int64 ``[S]``, the last step that found a slot in a window, with how hard it is to take.
+        errors, written: int64, counts of errors and of quantized pages; prefix_read: int64 ``[2]``, tokens that
+            prefills read in BF16 and from records.
+        held: int64 ``[S]``, the last step that found a slot in a window, combined with how hard it is to take.
         marked: int64 ``[S]``, the last step that found the record of a slot's page missing.
         keys: int64 ``[S]``, keys by which slots are chosen.
         wanted: int64 ``[R * window]``, pages that need a BF16 copy.
@@ -35,12 +36,12 @@ class Tables(NamedTuple):
         first_page: int32 ``[n + 1]``, sink_entry: int32 ``[N]``, first_stamp: int64 ``[n + 1]``: ``SinkTokenCache``, if
             they are kept.
         first_keys: int64 ``[n + 1]``, keys by which entries are chosen.
-        claims: int64 ``[n + 1]``, the row of a batch, and the step, that restores an entry's page.
+        claims: int64 ``[n + 1]``, step and row of the last batch that restored an entry's page.
         lost_slots, lost_pages: int64 ``[S]`` with lost_count int64 ``[1]``: pages that begin a sequence and have just
             lost their BF16 copy, whose values are still there.
         lost_entries: int32 ``[S]``, destinations of their first tokens.
-        entryless: int32 ``[S]``, which of them had no entry.
-        slots, pages: int64 ``[2 S]`` with count int64 ``[1]``: BF16 pages and pages to be quantized.
+        entryless: int32 ``[S]``, indices of those ``lost_pages`` that had no entry.
+        slots, pages: int64 ``[2 S]`` with count int64 ``[1]``: pages to be quantized, and their slots.
         context, pages_row: elements of a row of ``req_to_token``, of ``row_pages``.
         slot_count: S; row_count: R; first_count: n + 1.
     """
@@ -91,12 +92,12 @@ class TierTables:
     """The tables, and the window in pages.
 
     Attributes:
-        arguments: of the kernels.
+        arguments: argument of the kernels.
         sink_pages, recent_pages: the window; prefill_pages: pages before it; soft_pages: recent pages that others may
             take; written_tokens: tokens that a step writes; see ``TierManager``.
         sink_bonus: added to the stamp of a sink's BF16 copy.
         keeps_sink_tokens: True if first tokens are kept.
-        shares_memory: True if pages and BF16 pages share a memory, so that ids are given pages.
+        shares_memory: True if records and BF16 pages share a memory, so that SGLang's ids are given pages.
     """
 
     arguments: Tables
@@ -116,7 +117,7 @@ class TierTables:
 
     @cached_property
     def prefill_window(self) -> "Window":
-        """``window``, as wide as a prefill reads."""
+        """The window with the pages before it that a prefill reads in BF16."""
         return self._window(self.prefill_pages)
 
     def _window(self, more: int) -> "Window":
@@ -138,8 +139,8 @@ class Window:
     """The window of a request; names in capitals, like constants in kernels.
 
     Attributes:
-        SINK, RECENT: its pages; MORE: maximum further recent pages; WIDTH: the sum of these and the page being filled,
-            padded.
+        SINK, RECENT: sink and recent pages; MORE: maximum number of further recent pages; WIDTH: the sum of these and
+            the page being filled, padded.
         SOFT: recent pages that others may take; WRITTEN: tokens that a step writes.
         BONUS: added to the stamp of a sink's BF16 copy.
         SINK_CACHE: True if first tokens are kept.
@@ -163,7 +164,7 @@ def history_pages(length, WINDOW: tl.constexpr, more=0):
 
 @triton.jit
 def window(t, row, length, WINDOW: tl.constexpr, more=0):
-    """Returns page index, exists and page id of the window of rows at their lengths, [n, WIDTH]; row 0 has none.
+    """Returns page indices, whether these exist, and page ids of rows' windows, [n, WIDTH]; row 0 has no pages.
 
     t: ``Tables``; row, length, more: int32 [n, 1], or scalars for n = 1; more is at most MORE.
     """
