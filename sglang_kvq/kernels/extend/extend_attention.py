@@ -27,8 +27,8 @@ from sglang_kvq.kernels.device.softmax import LOG2E, attend, load_sink, no_keys,
 from sglang_kvq.kernels.extend.history import Tile, history_any, history_two_bits, settled
 from sglang_kvq.kernels.extend.history_planes import history_planes
 
-#: Fixed cost of an item in units: its queries, its result, the first loads. ``extend_costs`` had 13 when BF16 pages
-#: were read without copies ahead, as a part of it.
+#: Fixed cost of an item, in units: loading its queries, storing its result, the first loads. It was 13, by
+#: ``extend_costs``, when BF16 pages were read without copies ahead, which was part of it.
 ITEM_COST = 7
 
 
@@ -37,7 +37,7 @@ class ExtendLaunch:
     """Compile options of the kernel, and the division of the batch.
 
     Attributes:
-        rows: of a tile: tokens times the query heads of a KV head.
+        rows: rows of a tile, which are tokens times the query heads of a KV head.
         keys: BF16 keys per iteration, at most 64.
         warps: 4 or 8; stages: a compiler option; registers: the compiler's limit per thread, None for none.
         programs_per_sm: programs that an SM holds at once.
@@ -51,7 +51,7 @@ class ExtendLaunch:
     programs_per_sm: int
 
 
-#: ``benchmarks/kernels.py --sweep-extend`` compares launches.
+#: Heads up to 128; ``benchmarks/kernels.py --sweep-extend`` compares launches.
 NARROW = ExtendLaunch(rows=64, keys=32, warps=4, stages=3, registers=168, programs_per_sm=3)
 #: Heads of 256: a tile of keys takes twice the registers.
 WIDE = ExtendLaunch(rows=64, keys=32, warps=8, stages=2, registers=None, programs_per_sm=1)
@@ -97,11 +97,12 @@ FIELDS = field_count(Item)
 
 @dataclass(frozen=True)
 class ExtendPlan:
-    """Items on the host.
+    """The items of a batch, on the host.
 
     Attributes:
         items: int32 ``[n, FIELDS]``, an ``Item`` each.
-        spans: int32 ``[tokens, 2]``: each token's first partial result and their number; 1 means no partial results.
+        spans: int32 ``[tokens, 2]``: index of each token's first partial result and their number; a number of 1 means
+            that there are none, because the result is final.
         partials: total number of partial results.
     """
 
@@ -113,7 +114,7 @@ class ExtendPlan:
 def plan_extend(prefix_lens: list[int], new_lens: list[int], gqa_group: int, rows: int, wave: int) -> ExtendPlan:
     """Divides a batch so that its items end at about the same time.
 
-    Every tile's units are cut into equal parts of at most u. u is chosen so that whole waves take the least time.
+    Every tile's units are cut into equal parts of at most u units, with the u for which all waves take the least time.
 
     Args:
         prefix_lens, new_lens: tokens of each request.
@@ -128,7 +129,7 @@ def plan_extend(prefix_lens: list[int], new_lens: list[int], gqa_group: int, row
     first_row = (np.arange(len(request)) - np.repeat(np.cumsum(tiles) - tiles, tiles)) * rows
     last_token = np.minimum(-(-(first_row + rows) // gqa_group), new[request])
     units = -(-prefix[request] // PAGE_SIZE) + -(-last_token // PAGE_SIZE)
-    # All tiles of a request have as many parts as its last, which sees most: a token's heads may be in two tiles.
+    # A token's heads may be in two tiles, so all tiles of a request have as many parts as the last, which sees most.
     most = -(-prefix // PAGE_SIZE) + -(-new // PAGE_SIZE)
     per_request = -(-most // _schedule(most, tiles, wave)[1]) if len(units) else most
     parts = per_request[request]
@@ -167,12 +168,15 @@ def schedule(prefix_lens: list[int], new_lens: list[int], gqa_group: int, rows: 
 
 
 def _schedule(units: np.ndarray, tiles: np.ndarray, wave: int) -> tuple[int, int]:
-    """Returns the number of waves that ends first, and its units per item. units, tiles: of each request."""
+    """Returns the number of waves that takes the least time, and its maximum units per item.
+
+    units, tiles: of each request.
+    """
     count, total, most = int(tiles.sum()), int((tiles * units).sum()), int(units.max())
     least = -(-count // wave)
     best = (float("inf"), 0, 0)
     for waves in range(least, least + 4):
-        # Search between the bounds for parts without remainders, and for a remainder in every tile.
+        # The result lies between that for parts without remainders and that for a remainder in every tile.
         spare = waves * wave - count
         high = most if spare == 0 else min(-(-total // spare), most)
         low = min(-(-total // (waves * wave)), high)
@@ -275,7 +279,9 @@ def _extend(
     RECORD: tl.constexpr, SHAPE: tl.constexpr, FAST: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     SINKS: tl.constexpr, PLAIN: tl.constexpr,
 ):  # fmt: skip
-    """Program (kv_head * parts of V + part, item): divide the item's pages; its records; its BF16 keys; store."""
+    """Program (kv_head * parts of V + part, item): divides the item's pages, attends to its records, then to its BF16
+    keys, and stores the result.
+    """
     PARTS: tl.constexpr = SHAPE.D // SHAPE.DIMS
     head = tl.program_id(0) // PARTS
     v_first = tl.program_id(0) % PARTS * SHAPE.DIMS
@@ -309,7 +315,7 @@ def _extend(
     state = _whole_keys(
         state, tile, token, pages, new, bf16_pages, stored.slot, stored.page_slot, dims, scale_log2, SHAPE, KEYS, ROWS
     )
-    if SINKS:  # once for each row: the merge does it for a row in parts
+    if SINKS:  # once per row: for a row in parts, the merge adds it
         state = with_sink(state, tl.where(item.parts == 1, load_sink(sinks, q_head), float("-inf")))
     _store_result(out, partial, lse, state, item, token, q_head, dims, SHAPE)
 
@@ -351,10 +357,10 @@ def _whole_keys(
     state, tile, token, pages, new, bf16_pages, bf16_page_slot, page_slot, dims, scale_log2,
     SHAPE: tl.constexpr, KEYS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Adds BF16 keys and values: BF16 pages of the pages outside the history, then the units of new tokens.
+    """Adds BF16 keys and values: those of pages outside the history, then those of new tokens.
 
-    One loop covers both, so that the compiler's copies ahead continue across the boundary. Each iteration: load KEYS
-    keys and values; attend; look up a slot and a page of later iterations.
+    One loop covers both, so that the compiler's copies ahead continue across the boundary. Each iteration loads KEYS
+    keys and values, attends to them, and looks up a slot and a page for later iterations.
     """
     TILES: tl.constexpr = PAGE // KEYS
     dim = tl.arange(0, SHAPE.DP)
@@ -401,7 +407,7 @@ def _load_keys(
     k_base = tl.where(is_stored, bf16_page, new.k.data + key_new * new.k.token)
     v_base = tl.where(is_stored, bf16_page + HEADS_BYTES, new.v.data + key_new * new.v.token)
     k_stride, v_stride = tl.where(is_stored, D, new.k.token), tl.where(is_stored, D, new.v.token)
-    # Missing keys read the last one again: nobody sees them, but they must be numbers.
+    # Rows beyond the last key load that key again: no query sees them, but they must be numbers.
     row = tl.minimum(n, tl.where(is_stored, pages.tokens, new.count) - key - 1)
     k_address = k_base + row[:, None] * k_stride + dim[None, :]
     v_address = v_base + row[:, None] * v_stride + dims[0][None, :]

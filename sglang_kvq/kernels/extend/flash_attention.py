@@ -2,8 +2,8 @@
 
     out[t, h] = softmax(scale q[t, h] k^T) v    over the keys that token t sees, online, base 2
 
-The stored keys may come in several slabs. Then every launch but the last leaves its running softmax (acc, denominator,
-maximum) in float32 for the next.
+The stored keys may come in several slabs, one per launch. Every launch but the last then stores its running softmax
+(acc, denominator, maximum) in float32 for the next one.
 """
 
 from typing import NamedTuple
@@ -110,7 +110,7 @@ def _flash(
     SHAPE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr,
     SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Program (query head, tile): load the state; stored keys; new keys; store the result or the state."""
+    """Program (query head, tile): loads the state, attends to stored, then new keys, and stores the result or state."""
     D: tl.constexpr = SHAPE.D
     DP: tl.constexpr = SHAPE.DP
     head = tl.program_id(0)
@@ -150,7 +150,7 @@ def _flash(
 
 @triton.jit
 def _head_of(x, token, head):
-    """Returns the view from that token and head on."""
+    """Returns the view that starts at the token and head."""
     return View(x.data + token.to(tl.int64) * x.token + head * x.head, x.token, x.head)
 
 

@@ -48,8 +48,8 @@ def gather_pages(
 ) -> None:
     """Fills k, v BF16 ``[tokens, kv_heads, D]`` (contiguous) with pages of a batch.
 
-    plan: int32 ``[n, 4]``, a ``PageRead`` each; rows: int64 ``[batch]``; record, stored: of one layer. A page without
-    a BF16 copy outside the history reads slot 0. v: None for keys alone.
+    plan: int32 ``[n, 4]``, a ``PageRead`` each; rows: int64 ``[batch]``; record, stored: of one layer. A page
+    outside the history that has no BF16 copy is read from slot 0. v: None for keys alone.
     """
     kv_heads, d = k.shape[1:]
     fast = is_two_bit(record, d)
@@ -97,7 +97,7 @@ def read_record(
 ):
     """Dequantizes one record of any kind to the first ``count`` of PAGE rows of k, and of v if VALUES.
 
-    k, v: BF16 ``[PAGE, kv_heads, D]``, at this head. Records of planes, or with FAST, need ``warps_for`` warps.
+    k, v: BF16 ``[PAGE, kv_heads, D]``, at this head. Records of planes, and FAST, need ``warps_for`` warps.
     """
     if is_planes(RECORD):
         from_planes(k, v, count, kv_heads, record, RECORD, SHAPE, VALUES)
@@ -143,7 +143,7 @@ def key_scale(token, dim, D: tl.constexpr, CODES: tl.constexpr):
 
 @triton.jit
 def packed(record, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr, mask, CODES: tl.constexpr):
-    """Loads bytes (row, column) of both parts as int32; the planes of the high part, if any, in its low bits."""
+    """Loads bytes (row, column) of both parts as int32; the high part's planes, if any, are in its low bits."""
     low = tl.load(record + CODES.low + row * COLUMNS + column, mask=mask, other=0).to(tl.int32)
     high = low
     if CODES.bits == 4:

@@ -1,7 +1,7 @@
-"""Dequantization of a record of planes to BF16, as fast as ``gather_two_bits`` does for two bits.
+"""Dequantization of a record of planes to BF16, as fast as that of a 2-bit record (``gather_two_bits``).
 
-A code c of w bits is moved to bit s of a BF16 number's significand, under its leading one and before a one. The
-result is a multiple of the code's value plus a constant. One more instruction completes two values:
+A code c of w bits is moved to bit s of a BF16 number's significand, between the leading one and another one bit. The
+result x is the code plus a constant. One more instruction completes two values:
 
     x     = 2^(7 - s) + c + 1/2
     value = x g - (2^(7 - s) + 2^(w - 1)) g = (c - (2^w - 1) / 2) g        rounded once
@@ -171,7 +171,7 @@ def _expand_ptx(codes, cell, field):
     bit = min(max(lies, 1, 4 - width), 7 - width)
     one = (127 + 7 - bit) << 7  # 2^(7 - bit)
     base, mask = one | 1 << (bit - 1), ((1 << width) - 1) << bit
-    less = 0x8000 | one | 1 << (bit + width - 1)  # of 2^(7 - bit), 2^(width - 1) is the part 2^(bit + width - 8)
+    less = 0x8000 | one | 1 << (bit + width - 1)  # -(2^(7 - bit) + 2^(width - 1))
     lines = ["{", ".reg .b32 base, factor, zero, less;"]
     lines += [f"mov.b32 base, {base * 0x10001:#x};", f"mov.b32 factor, {less * 0x10001:#x};"]
     lines += ["mov.b32 zero, 0x80008000;", "fma.rn.bf16x2 less, factor, $8, zero;"]

@@ -1,4 +1,4 @@
-"""Dequantization of a uniform 2-bit record to BF16: the part of ``gather_pages`` that has to keep up with the memory.
+"""Dequantization of a uniform 2-bit record to BF16, the part of ``gather_pages`` that must keep up with the memory.
 
 A token has only four values per group of dims: code c is c scale + offset. They fill two words, two to a word. A
 permutation of these words' bytes picks two values by two codes:
@@ -19,7 +19,7 @@ _PLAIN = tl.constexpr(INTERPRETED)
 
 
 def warps_for(head_dim: int) -> int:
-    """Returns the warps of a program: a thread has eight dims of four tokens' codes of V."""
+    """Returns the warps of a program, so that a thread has one word of V's codes for each of eight dims."""
     return max(triton.next_power_of_2(head_dim) // 64, 1)
 
 
@@ -48,7 +48,7 @@ def _keys_of(k, count, kv_heads, record, RECORD: tl.constexpr, SHAPE: tl.constex
     words = record.to(tl.pointer_type(tl.int32))
     scales = words + RECORD.k.scale // 4
 
-    # One axis fixes what neighbouring lanes hold: four of them make 64 bytes of a row of k, or a word of each of four
+    # One axis fixes what neighboring lanes hold: four of them make 64 bytes of a row of k, or a word of each of four
     # rows of v. No tile changes its layout.
     M: tl.constexpr = DP // 32
     x = tl.arange(0, M * PAGE)
@@ -59,7 +59,7 @@ def _keys_of(k, count, kv_heads, record, RECORD: tl.constexpr, SHAPE: tl.constex
     first = scales + token // 2
     lo, hi = _values(tl.load(first), tl.load(first + K_OFFSETS), token % 2)
     lo2, hi2 = lo, hi
-    if GROUPS == 2:  # of the upper two planes
+    if GROUPS == 2:  # the scales and offsets of the upper two planes
         lo2, hi2 = _values(tl.load(first + VECTOR), tl.load(first + K_OFFSETS + VECTOR), token % 2)
     out = (k.to(tl.pointer_type(tl.int32)) + token * row_words + 4 * m)[:, None] + tl.arange(0, 4)[None, :]
     wanted = (inside & (token < count))[:, None]

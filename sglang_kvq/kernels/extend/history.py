@@ -2,8 +2,8 @@
 
 A program has tens of rows. So dequantizing a key or value once costs less than correcting every score for scale and
 offset, as ``decode_attention`` does. FP16 holds c s + z with three bits more than BF16. Its range suffices, because the
-stored scales are FP16 themselves. A code is AND-ed out of its byte into the mantissa of 1024. One FP16 instruction for
-two codes makes it a number, another a key or value:
+stored scales are FP16 themselves. A logical instruction moves two codes from their bytes into mantissas of 1024. One
+FP16 instruction makes the codes numbers, another makes these keys or values:
 
     c = (1024 + 4^plane c) 4^-plane - 1024 4^-plane          exact
     k = c s + z                                              rounded once
@@ -25,7 +25,7 @@ from sglang_kvq.kernels.extend.gather_pages import dequantize, key_scale, packed
 _PLAIN = tl.constexpr(INTERPRETED)
 #: q is scaled to at most 2^12: 256 products with the largest FP16 number are then far from float32's largest.
 _Q_SCALE = tl.constexpr(2.0**11)
-#: log2 of the factor of p: the smallest p with all bits is 2^-29 of the largest.
+#: log2 of the factor of p, which keeps all bits of p down to 2^-29 of the largest.
 _P_SHIFT = tl.constexpr(15.0)
 
 
@@ -44,7 +44,7 @@ class Tile(NamedTuple):
 
 @triton.jit
 def queries_by_plane(tile, SHAPE: tl.constexpr, PLANES: tl.constexpr = 4):
-    """Loads BF16 [ROWS, PLANES JP]: the first planes' dims, each padded, in ``join_planes``'s order of keys."""
+    """Loads BF16 [ROWS, PLANES JP]: dims of the first planes, each padded, in the order of ``join_planes``."""
     c = tl.arange(0, PLANES * SHAPE.JP)
     dim = c // SHAPE.JP * SHAPE.D4 + c % SHAPE.JP
     inside = tile.live[:, None] & (c % SHAPE.JP < SHAPE.D4)[None, :]
@@ -58,8 +58,8 @@ def history_two_bits(
 ):  # fmt: skip
     """Attends to ``is_two_bit`` records of the pages history .. history_end: a ``Softmax`` with acc [ROWS, VP].
 
-    records: the KV head's of page 0. One or two groups along D, whole planes of K's bytes each; acc are dims v_first ..
-    v_first + DIMS. Queries are scaled to FP16; then pages.
+    records: the KV head's record of page 0. D has one or two groups; each is whole planes of K's bytes. Columns of acc
+    are dims v_first .. v_first + DIMS.
     """
     PAGE_BYTES: tl.constexpr = page_bytes(RECORD, SHAPE.KV_HEADS)
     x = queries_by_plane(tile, SHAPE).to(tl.float32)
@@ -70,8 +70,8 @@ def history_two_bits(
 
     state = no_keys(ROWS, SHAPE.VP)
     first, last = pages.history, pages.history_end
-    # The loop runs once. The compiler keeps an operand that it knows to be computed in registers, but a loop's argument
-    # in shared memory.
+    # This loop runs once. It makes queries an argument of a loop, which the compiler keeps in shared memory. An operand
+    # that is visibly computed would stay in registers.
     for _ in tl.range(0, tl.minimum(last - first, 1)):
         next_page = page_of(pages.table, first)
         for index in tl.range(first, last):
@@ -89,7 +89,7 @@ def _page(
 ):  # fmt: skip
     """Runs online softmax over a page: a record holds 64 tokens, and a history is whole pages.
 
-    Load codes and scales; dequantize K; dequantize V; attend.
+    Loads codes and scales, dequantizes K and V, and attends.
     """
     D4: tl.constexpr = SHAPE.D4
     JP: tl.constexpr = SHAPE.JP
@@ -101,13 +101,13 @@ def _page(
     VECTOR: tl.constexpr = PAGE // 2  # words of scales, or offsets, of one group: two tokens each
 
     n, j, i = tl.arange(0, PAGE), tl.arange(0, JP), tl.arange(0, QUARTER)
-    # The order of loaded rows avoids bank conflicts: neighbouring lanes' 16 bytes of a dequantized row go to different
-    # banks, in the shared-memory layout of a product. ``_banks`` restores the order.
+    # The order of loaded rows avoids bank conflicts: neighboring lanes' 16 bytes of a dequantized row go to different
+    # banks, in the shared-memory layout of a product. The permutations of k and v below restore the order.
     token = n // 8 * 8 + n % 2 * 4 + n // 2 % 4
     dim = tl.arange(0, VP)
     dim = dim // 8 * 8 + dim % 4 * 2 + dim // 4 % 2
     k_codes = record + RECORD.k.low + key_row(token)[:, None] * D4 + j[None, :]
-    # Eight bytes a thread: if neighbouring lanes held different dims only, the compiler would store the dequantized
+    # Eight bytes per thread: if neighboring lanes held different dims only, the compiler would store the dequantized
     # tile dim by dim, two bytes at a time.
     v_codes = record + RECORD.v.low + (v_first + dim)[:, None] * QUARTER + i[None, :]
     v_codes = tl.max_contiguous(v_codes, [1, 8])
@@ -206,7 +206,7 @@ def _affine_ptx(scales: list[list[str]], offsets: list[list[str]]) -> tl.constex
         lines += [
             f"mov.b32 factor, {factor * 0x10001:#x};",
             f"mov.b32 less, {less * 0x10001:#x};",
-        ]  # 4^-plane, -1024 of it
+        ]  # 4^-plane; -1024 times it
         for n, word in enumerate(("even", "odd")):
             out = f"${2 * plane + n}"
             lines.append(f"lop3.b32 {out}, {word}, {mask * 0x10001:#x}, base, 0xea;")  # (a & b) | c
@@ -215,7 +215,8 @@ def _affine_ptx(scales: list[list[str]], offsets: list[list[str]]) -> tl.constex
     return tl.constexpr("\n".join([*lines, "}"]))
 
 
-# Every argument has an operand for each of four bytes. All are equal for a token's scale, the first two for a pair's.
+# Every argument has four operands, one per byte. K's are equal: a token's scale. V's first two are equal, and its last
+# two: each is a word of two tokens' scales.
 _KEYS_PTX = _affine_ptx([["$9"] * 2] * 2 + [["$17"] * 2] * 2, [["$13"] * 2] * 2 + [["$21"] * 2] * 2)
 _KEYS_OPERANDS = tl.constexpr(",".join(["=r"] * 8 + ["r"] * 17))
 _VALUES_PTX = _affine_ptx(*([[f"${n + 4 * p}", f"${n + 4 * p + 2}"] for p in range(4)] for n in (9, 25)))
@@ -258,7 +259,7 @@ def fp16_high(x):
 
 @triton.jit
 def _own(words, token):
-    """Converts words [PAGE] to [PAGE, 1]: the FP16 of a token, the upper one if it is odd, in both halves."""
+    """Converts words [PAGE] to [PAGE, 1]: each token's FP16 number, the upper one if it is odd, in both halves."""
     x = (words >> (token % 2 * 16)) & 0xFFFF
     return (x | (x << 16))[:, None]
 

@@ -1,23 +1,25 @@
 """Attention of a tile of query rows over records of planes (``formats.planes``), the counterpart of ``extend.history``.
 
 Tiles hold keys and values as FP16, times 2^-5 so that the largest, 31.5 times the largest gain, is in range. The
-smallest is exact too, except for gains below 2^-15, whose elements may lose their last bit. A code is AND-ed out of its
-byte into the mantissa of 1024, as in ``extend.history``. For w bits, from bit f of the byte on, with their middle m:
+smallest is exact too, except for gains below 2^-15, whose elements may lose their last bit. As in ``extend.history``, a
+code is moved into the mantissa of 1024. For a code of w bits that begins at bit f of its byte, with the middle m:
 
     c - m       = (1024 + 2^f c) 2^-f - (1024 2^-f + m)
     c - m - 1/2 = (1024 + c) - (1024 + 2^(w - 1))               where f is 0: FP16 has no bit left for the half
     k           = (c - m) g  or  (c - m - 1/2) g + g / 2        all exact
 
-Gains have more exponents than FP16's normal numbers: they become float32 numbers, and pairs of those become FP16. They
-are few: in its part of the tile, a thread has one of K's tokens and eight of V's. No thread waits for another's gains.
+Gains have more exponents than FP16's normal numbers: they become float32 numbers, and pairs of these become FP16. A
+thread needs few gains: its part of the tile has one of K's tokens and eight of V's. So it decodes them itself, and no
+thread waits for another.
 
 Words of four bytes are split in place: bytes 0 and 2, each in a half of the word, then 1 and 3. Products take a plane's
 elements of queries and keys, and tokens of weights and values, in that order (``common.quad_order``).
 
-p stays without gains: FP16 keeps all its bits down to 2^-29 of the row's largest, some down to 2^-39. So a row of p g_v
-loses at most 2^-40 of its largest, times the span of gains in it, 2^32 in all.
+p is not multiplied by gains: FP16 keeps all bits of p down to 2^-29 of the row's largest, some down to 2^-39. So a row
+of p g_v loses at most 2^-40 of its largest, times the ratio of the largest to the least gain, at most 2^32.
 
-A plane without bits is zeros. If the last two have none they are no part of a tile: products are half as long.
+A plane without bits is zeros in the tile. If the last two planes have no bits, tiles leave them out, and products are
+half as long.
 """
 
 import triton
@@ -102,7 +104,7 @@ def _page(
 ):  # fmt: skip
     """Runs online softmax over a page: a record holds 64 tokens, and a history is whole pages.
 
-    Load gains; make K's tile; make V's; attend.
+    Loads gains, makes K's tile and V's, and attends.
     """
     KEYS: tl.constexpr = RECORD.k
     VALUES: tl.constexpr = RECORD.v
@@ -121,8 +123,8 @@ def _page(
 
 @triton.jit
 def _gains(words, SHAPE: tl.constexpr):
-    """Returns words of four gains: K's [PAGE], each with that of ``_token_of_row``, and V's [PAGE / 4]."""
-    # As many loads as a program has threads, see ``history._page``; eight warps take them twice.
+    """Returns words of four gains: K's [PAGE], in row n the word with the gain of ``_token_of_row``; V's [PAGE / 4]."""
+    # There are as many loads as threads, see ``history._page``; with eight warps, everything is loaded twice.
     x = tl.arange(0, 4 * PAGE if SHAPE.D > 128 else 2 * PAGE)
     of_key = _token_of_row(x % PAGE) // 4
     loaded = tl.load(words + tl.where(x % (2 * PAGE) < PAGE, of_key, PAGE // 4 + x % (PAGE // 4)))
@@ -137,7 +139,7 @@ def _gains(words, SHAPE: tl.constexpr):
 def _token_of_row(n):
     """Returns the token of the n-th loaded row of K; this order avoids bank conflicts, see ``history._page``.
 
-    The n-th of eight rows becomes the tile's n // 2 + n % 2 * 4, which is this token in ``quad_order``.
+    The n-th of eight loaded rows becomes the tile's row n // 2 + n % 2 * 4, which is this token in ``quad_order``.
     """
     return n // 8 * 8 + n % 2 * 4 + n // 2 % 2 * 2 + n // 4 % 2
 
@@ -146,7 +148,7 @@ def _token_of_row(n):
 def _key_tile(record, gains, CODES: tl.constexpr, SHAPE: tl.constexpr, PLAIN: tl.constexpr):
     """Returns FP16 [PAGE, planes * JP]: ``tile_planes`` side by side, tokens and elements in ``quad_order``.
 
-    record: in words; gains: see ``_gains``.
+    record: pointer to words; gains: see ``_gains``.
     """
     JP: tl.constexpr = SHAPE.JP
     ROW: tl.constexpr = SHAPE.D4 // 4
@@ -171,9 +173,9 @@ def _key_tile(record, gains, CODES: tl.constexpr, SHAPE: tl.constexpr, PLAIN: tl
 
 @triton.jit
 def _value_tile(record, gains, v_first, CODES: tl.constexpr, SHAPE: tl.constexpr, PLAIN: tl.constexpr):
-    """Returns FP16 [planes * VP / 4, PAGE]: rows are the first of ``plane_codes.plane_dims``, of ``tile_planes``.
+    """Returns FP16 [planes * VP / 4, PAGE]: rows are the dims of ``plane_dims`` in the first ``tile_planes`` planes.
 
-    Tokens are in ``quad_order``. record: in words; gains: see ``_gains``.
+    Tokens are in ``quad_order``. record: pointer to words; gains: see ``_gains``.
     """
     WORDS: tl.constexpr = PAGE // 4
     QUARTER: tl.constexpr = WORDS // 4
@@ -183,8 +185,8 @@ def _value_tile(record, gains, v_first, CODES: tl.constexpr, SHAPE: tl.constexpr
     even, odd = _pairs(gains, PLAIN)
     planes = _no_planes(PLANES, ROWS, WORDS)
     for c in tl.static_range(cell_count(CODES)):
-        # In this order the compiler sees which words are neighbours; otherwise it would load them one by one. With two
-        # words a thread, not four, it decodes the gains of eight tokens.
+        # With the terms in this order the compiler sees which words are neighbors; otherwise it would load them one by
+        # one. With two words per thread instead of four, a thread decodes the gains of only eight tokens.
         quarter = word // QUARTER % (4 // shares_of(CODES, c))
         shift = word // (WORDS // shares_of(CODES, c)) * bits_of(CODES, c)
         columns = quarter * (SHAPE.D4 * QUARTER) + (v_first // 4 + j) * QUARTER + word % QUARTER
@@ -206,7 +208,7 @@ def _value_tile(record, gains, v_first, CODES: tl.constexpr, SHAPE: tl.constexpr
 
 @triton.jit
 def _nth(x, N: tl.constexpr):
-    """Returns the N-th of each tuple."""
+    """Returns the N-th element of each tuple."""
     result = ()
     for n in tl.static_range(len(x)):
         result += (x[n][N],)
@@ -221,7 +223,7 @@ def _stacked(x, ROWS: tl.constexpr):
 
 @triton.jit
 def _no_planes(PLANES: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr):
-    """Returns for each plane the zeros of four bytes of words [ROWS, WORDS]."""
+    """Returns four tiles of zeros [ROWS, WORDS] for each plane, one per byte of a word."""
     zero = tl.zeros([ROWS, WORDS], tl.float16)
     planes = ()
     for _ in tl.static_range(PLANES):
@@ -262,7 +264,7 @@ def _twice(words, n, PLAIN: tl.constexpr):
 
 @triton.jit
 def _pairs(words, PLAIN: tl.constexpr):
-    """Returns words whose halves are gains of four in a word, see ``_gain_bits``: 0 and 2, and 1 and 3."""
+    """Returns words whose halves are two of a word's four gains, see ``_gain_bits``: 0 and 2, and 1 and 3."""
     if PLAIN:
         even = _gain_bits(words, 0) | (_gain_bits(words, 2) << 16)
         return even, _gain_bits(words, 1) | (_gain_bits(words, 3) << 16)
@@ -299,7 +301,7 @@ TWICE_PTX = tl.constexpr(
 def _elements(
     words, even, odd, shift, CODES: tl.constexpr, CELL: tl.constexpr, FIELD: tl.constexpr, PLAIN: tl.constexpr
 ):
-    """Returns a field's elements times 2^-5, FP16: of words' bytes 0, 2, 1 and 3.
+    """Returns a field's elements times 2^-5 as four FP16 tiles: from bytes 0, 2, 1 and 3 of the words.
 
     even, odd: gains of bytes 0 and 2, and of 1 and 3, see ``_pairs``; shift: bit where tokens' cells begin in their
     bytes.
@@ -333,7 +335,7 @@ def _element(words, byte, shift, gain, CODES: tl.constexpr, CELL: tl.constexpr, 
 def elements_ptx(codes, cell, field):
     """Returns the PTX of ``_elements``: $0 to $3, from the word $4, gains $5 and $6, and the shift $7.
 
-    Halves of a register are one again when they are stored: ptxas moves nothing.
+    The halves of a register are stored together again, so ptxas moves nothing.
     """
     found = codes.cells[cell].fields[field]
     lowest = found.shift == 0  # no bit is left for the half

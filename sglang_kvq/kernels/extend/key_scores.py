@@ -5,8 +5,8 @@
 
 Two passes avoid storing a matrix of products. In the first a program owns queries and reads keys, in the second it owns
 keys and reads queries, so both reduce in registers. 2^x grows with x, so the second pass takes the maximum of
-exponents: one multiply-add and one comparison a product, and one power of two a key. In either pass, the owned operand
-is in shared memory and the other is copied ahead of its use.
+exponents: one multiply-add and one comparison per product, one power of two per key. In both passes, the owned operand
+is in shared memory, and the other one is copied ahead of its use.
 """
 
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ class ScoreLaunch:
     """Compile options of both kernels.
 
     Attributes:
-        owned: queries (first pass) or keys (second) of a program; a query is one head of a token.
+        owned: queries (first pass) or keys (second) that a program owns; a query is one head of a token.
         read: keys or queries per iteration.
         warps, stages: compiler options.
     """
@@ -36,13 +36,13 @@ class ScoreLaunch:
     stages: int
 
 
-#: 80 KiB of shared memory at 128 dims: two programs an SM, whose 16 warps hide the copies. Not measured yet.
+#: 80 KiB of shared memory at 128 dims: two programs per SM, whose 16 warps hide the copies. Not measured yet.
 NARROW = ScoreLaunch(owned=128, read=64, warps=8, stages=3)
 #: Heads of 256: 128 KiB.
 WIDE = ScoreLaunch(owned=128, read=64, warps=8, stages=2)
-#: Programs that run at once on an SM; ``splits_of`` fills them.
+#: Programs that run at once on an SM; ``splits_of`` splits keys so that all are busy.
 PROGRAMS_PER_SM = 2
-#: Minimum keys of a split: a program loads its queries once for that many.
+#: Minimum number of keys per split, for which a program loads its queries once.
 LEAST_KEYS = 512
 
 
@@ -51,7 +51,7 @@ def score_launch(head_dim: int) -> ScoreLaunch:
 
 
 def splits_of(prompt: int, q_heads: int, kv_heads: int, past: int, sms: int, launch: ScoreLaunch) -> int:
-    """Returns how many ranges of keys the first pass has: few queries would leave SMs without work."""
+    """Returns the number of ranges into which the first pass splits keys, so that few queries occupy all SMs."""
     tiles = -(-prompt * (q_heads // kv_heads) // launch.owned) * kv_heads
     return max(min(PROGRAMS_PER_SM * sms // tiles, past // LEAST_KEYS), 1)
 
@@ -116,7 +116,7 @@ def _past_lse(
     lse, q, k, queries, past, span, scale_log2,
     SHAPE: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Program (KV head, tile of queries, split): the denominators of its queries over the split's keys."""
+    """Program (KV head, tile of queries, split): computes its queries' log-sum-exp over the split's keys."""
     head, split = tl.program_id(0), tl.program_id(2)
     n = tl.program_id(1) * QUERIES + tl.arange(0, QUERIES)
     tile = _queries(q, n, queries, head, SHAPE)
@@ -133,7 +133,7 @@ def _past_lse(
         x = tl.where((whole + tl.arange(0, KEYS) < end)[None, :], x, NEVER)
         top, total = _add(top, total, x, scale_log2)
     place = split.to(tl.int64) * (queries // SHAPE.GQA_GROUP * SHAPE.Q_HEADS) + _place(n, head, SHAPE)
-    # An empty range after the last keys counts for nothing.
+    # A range without keys, after the last ones, gets no weight.
     tl.store(lse + place, top + tl.log2(tl.maximum(total, 1e-30)), mask=n < queries)
 
 
@@ -150,7 +150,7 @@ def _raise_scores(
     values, values_head, q, k, lse, queries, past, scale_log2,
     SHAPE: tl.constexpr, KEYS: tl.constexpr, QUERIES: tl.constexpr,
 ):  # fmt: skip
-    """Program (KV head, tile of keys): its keys' scores, by all queries of the head's group."""
+    """Program (KV head, tile of keys): raises its keys' scores over all queries of the head's group."""
     head = tl.program_id(0)
     first = tl.program_id(1) * KEYS
     keys = _keys(View(k.data + head * k.head, k.token, k.head), first, past, SHAPE, KEYS, True)

@@ -1,11 +1,11 @@
-"""Copy of chosen tokens of some pages to others, in stored form: each layer and KV head has its own choice.
+"""Copies chosen tokens from some pages to others in stored form; each layer and KV head has its own choice.
 
     target[l, h, j] = source[l, h, tokens[l, h, j]]        codes, scales and offsets, or gains; nothing is quantized
     again
 
-A token's row of K is whole bytes, or halves or quarters of bytes. A byte of V may have bits of two or four tokens too;
-such bytes are reassembled in registers. Loads of V are single bytes, as far apart as the tokens. With ascending
-choices, most of them hit the L1 cache.
+A token's row of K consists of whole bytes, or of halves or quarters of bytes. A byte of V may hold bits of two or four
+tokens, too. Such bytes are reassembled in registers. Loads of V are single bytes, as far apart as the tokens. With
+ascending choices, most of these loads hit the L1 cache.
 """
 
 import torch
@@ -27,10 +27,10 @@ def fold_pages(
     tokens: torch.Tensor,
     head_dim: int,
 ) -> None:
-    """Fills ``target_pages`` int64 ``[m]`` of one store with tokens of ``source_pages`` int64 ``[n]``, other pages.
+    """Fills ``target_pages`` int64 ``[m]`` of one store with tokens of other pages, ``source_pages`` int64 ``[n]``.
 
-    records: uint8 ``[layers of the store, pages + 1, kv_heads, record.bytes]``; layer_ids: int64, indices of these
-    layers in tokens; tokens: int64 ``[layers, kv_heads, m * PAGE]``, contiguous, all from 0 to ``n * PAGE - 1``.
+    records: uint8 ``[layers of the store, pages + 1, kv_heads, record.bytes]``; layer_ids: int64, these layers'
+    indices in tokens; tokens: int64 ``[layers, kv_heads, m * PAGE]``, contiguous, all from 0 to ``n * PAGE - 1``.
     """
     layers, _, kv_heads, _ = records.shape
     _fold[(len(target_pages), kv_heads, layers)](
@@ -122,7 +122,7 @@ def _key_bytes(out, records, step, source_pages, chosen, START: tl.constexpr, SH
 def _shared_key_bytes(
     out, records, step, source_pages, chosen, START: tl.constexpr, BITS: tl.constexpr, SHAPE: tl.constexpr
 ):
-    """Moves rows of BITS a column at START, [ROWS, D / 4]: byte row r has rows r, r + ROWS, ..., lowest bits first."""
+    """Moves rows, BITS per column, at START, [ROWS, D / 4]: byte row r has rows r, r + ROWS, ..., lowest bits first."""
     WORDS: tl.constexpr = SHAPE.D4 // 4
     ROWS: tl.constexpr = PAGE * BITS // 8
     WIDTH: tl.constexpr = SHAPE.DP // 16
@@ -155,7 +155,7 @@ def _value_pairs(out, records, step, source_pages, chosen, START: tl.constexpr, 
 
 @triton.jit
 def _value_bits(out, records, step, source_pages, chosen, START: tl.constexpr, SHAPE: tl.constexpr):
-    """Moves one bit of each element at START, [D / 2, PAGE / 4], like ``_value_pairs``; high bits: dims D / 2 on."""
+    """Moves one bit of each element at START, [D / 2, PAGE / 4]; a byte's upper four are of dims from D / 2 on."""
     DIMS: tl.constexpr = SHAPE.DP // 2
     dim, i = tl.arange(0, DIMS)[:, None], tl.arange(0, PAGE // 4)[None, :]
     inside = dim < SHAPE.D // 2

@@ -1,7 +1,7 @@
-"""First tokens of sequences: keeps them when their pages lose their BF16 copies, and restores BF16 pages with them.
+"""Keeps sequences' first tokens when their pages lose their BF16 copies, and restores BF16 pages with these tokens.
 
 ``cache.sink_token_cache.SinkTokenCache`` and ``ReferenceOps.restore_pages`` do the same in torch, bit for bit. Both
-kernels are launched for every plan, and may find on the device that there is nothing to do.
+kernels are launched for every plan; on the device they may find nothing to do.
 """
 
 import torch
@@ -16,7 +16,7 @@ from sglang_kvq.kernels.device.shape import shape_of
 from sglang_kvq.kernels.extend.gather_pages import read_record
 from sglang_kvq.kernels.extend.gather_two_bits import warps_for
 
-#: Rows (K or V of a head) that a program copies at a time; programs of a layer, which share the pages.
+#: Rows (K or V of a head) that a program copies at a time; then programs per layer, which share the pages.
 _ROWS = 16
 _PROGRAMS = 8
 
@@ -74,7 +74,8 @@ def restore_pages(
     """Fills the BF16 pages of pages int ``[n]``, 0 for none, from records of the layers of one store.
 
     records: uint8 ``[m, pages + 1, kv_heads, record.bytes]`` of layers ``layers`` int64 ``[m]``; page_slot: int32
-    ``[pages + 1]``; sink_entry, sink_cache: ``SinkTokenCache.entry`` and ``tokens``. Token 0 is the kept one.
+    ``[pages + 1]``; sink_entry, sink_cache: ``SinkTokenCache.entry`` and ``tokens``. A page's token 0
+    comes from ``sink_cache`` if the page has an entry.
     """
     m, kv_heads, d = records.shape[0], records.shape[2], bf16_pages.shape[-1]
     fast = is_two_bit(record, d)

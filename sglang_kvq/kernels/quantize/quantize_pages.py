@@ -1,8 +1,8 @@
 """Quantization of whole BF16 pages to records: clip, scale, round, pack. Codes equal formats/page.py's bit for bit.
 
 A work item is ``TOKENS`` tokens of a page, one KV head, keys or values. For keys with a scale per channel, it is all
-tokens and a quarter of the channels. If keys are centred, every item computes the means of all tokens itself. ``rows``
-has the arithmetic.
+tokens and a quarter of the channels. If keys are centred, every item computes the means of all tokens itself.
+``device.rows`` has the arithmetic.
 """
 
 from typing import Any
@@ -75,9 +75,8 @@ def quantize_slots(
     """Quantizes BF16 pages of the layers of one store; ``count`` int64 ``[1]`` is only read on the device.
 
     records: uint8 ``[n, pages + 1, kv_heads, record.bytes]`` of layers ``layers`` int64 ``[n]``; ranks: int32
-    ``[all layers, 2]``; BF16 pages: BF16 ``[all layers, slots + 1, 2, kv_heads, PAGE_SIZE, D]``. For i < count, BF16
-    copy
-    ``slots[i]`` becomes page ``pages[i]``'s record.
+    ``[all layers, 2]``; bf16_pages: BF16 ``[all layers, slots + 1, 2, kv_heads, PAGE_SIZE, D]``. For i < count, the
+    BF16 copy in ``slots[i]`` becomes page ``pages[i]``'s record.
     """
     if slots.numel() == 0:
         return
@@ -94,7 +93,7 @@ def _constants(record: Record | PlaneRecord, kv_heads: int, d: int, device: torc
     return {
         "RECORD": record,
         "SHAPE": shape_of(kv_heads, d),
-        # torch rounds each operation; in planes no fusible operation rounds
+        # Fusion is off because torch rounds each operation; with planes, no fusible operation rounds.
         "enable_fp_fusion": is_planes(record),
         "PACKED": has_pairs(device),
         # 64 elements per lane, or 32 if all of them are in float32 at once
@@ -106,7 +105,7 @@ def _constants(record: Record | PlaneRecord, kv_heads: int, d: int, device: torc
 def _quantize_tokens(
     records, ranks, first, pages, k, v, RECORD: tl.constexpr, SHAPE: tl.constexpr, PACKED: tl.constexpr
 ):
-    """Program p processes item p: heads fastest, then parts, then pages."""
+    """Program p quantizes item p; heads vary fastest, then parts, then pages."""
     KV_HEADS: tl.constexpr = SHAPE.KV_HEADS
     head, part, index = _item(tl.program_id(0), KV_HEADS)
     token = tl.load(first + index).to(tl.int64)
@@ -197,7 +196,7 @@ def _quantize_keys(k, k_token, record, rank, part, CODES: tl.constexpr, SHAPE: t
 
 @triton.jit
 def _key_token(i, part, CODES: tl.constexpr):
-    """Returns the page's token that is the i-th of that part."""
+    """Returns the token of the page that is the i-th of the part."""
     HALF: tl.constexpr = TOKENS // 2
     if CODES.bits == 3:
         return i // HALF * (PAGE // 2) + part * HALF + i % HALF
@@ -207,7 +206,7 @@ def _key_token(i, part, CODES: tl.constexpr):
 
 @triton.jit
 def _load_rows(x, x_token, token, SHAPE: tl.constexpr):
-    """Loads planes of those tokens' rows, see ``rows``; 0 beyond a row's end."""
+    """Loads the four planes of the tokens' rows, see ``device.rows``; 0 beyond a row's end."""
     p0 = _load_plane(x, x_token, token, 0, SHAPE)
     p1 = _load_plane(x, x_token, token, 1, SHAPE)
     p2 = _load_plane(x, x_token, token, 2, SHAPE)
@@ -229,7 +228,7 @@ def _load_plane(x, x_token, token, plane: tl.constexpr, SHAPE: tl.constexpr):
 def _channel_means(k, k_token, record, part, CODES: tl.constexpr, SHAPE: tl.constexpr, PACKED: tl.constexpr):
     """Returns the page's mean of every channel, in the form of ``rows.halves``; the first part stores them.
 
-    Tokens are read twice, a work item's at a time, the second time from a cache.
+    Tokens are read twice, TOKENS at a time; the second time they come from a cache.
     """
     low0, high0 = _plane_means(k, k_token, record, part, 0, CODES, SHAPE, PACKED)
     low1, high1 = _plane_means(k, k_token, record, part, 1, CODES, SHAPE, PACKED)
@@ -266,7 +265,7 @@ def _plane_means(
 
 @triton.jit
 def _quantize_values(v, v_token, record, rank, part, CODES: tl.constexpr, SHAPE: tl.constexpr, PACKED: tl.constexpr):
-    """Quantizes TOKENS / 4 bytes of every dim: row (n, i) is the token that byte i has as its plane n."""
+    """Quantizes TOKENS values, TOKENS / 4 bytes of every dim: row (n, i) is the token that is plane n of byte i."""
     BYTES: tl.constexpr = TOKENS // 4
     row = tl.arange(0, TOKENS)
     token = row // BYTES * (PAGE // 4) + part * BYTES + row % BYTES
@@ -285,10 +284,10 @@ def _quantize_values(v, v_token, record, rank, part, CODES: tl.constexpr, SHAPE:
 
 @triton.jit
 def _store_values(codes, WIDTH: tl.constexpr, out, plane: tl.constexpr, SHAPE: tl.constexpr):
-    """Stores bytes of tokens n, WIDTH bits each, of dims of that plane and the next one.
+    """Joins codes of four tokens, WIDTH bits each, to bytes, and stores the dims of ``plane`` and the next plane.
 
-    codes: [TOKENS, WORDS], each word with four bytes of one token: its two dims of the plane in bytes 0 and 2, of the
-    next one in 1 and 3.
+    codes: [TOKENS, WORDS]. A word has four codes of one token: two dims of the plane in bytes 0 and 2, two of the next
+    plane in bytes 1 and 3.
     """
     N: tl.constexpr = SHAPE.WORDS
     n = tl.arange(0, TOKENS) // (TOKENS // 4)

@@ -1,8 +1,8 @@
 """Quantization of BF16 rows to codes of planes and gains: the arithmetic of ``formats.planes``, bit for bit.
 
-A work item is that of ``quantize_pages``: TOKENS tokens of a page, one KV head, keys or values. A plane's rows are
-words [TOKENS, WORDS] of two adjacent elements: first the BF16 input (``bf16_pairs``), then FP16 (``fp16_pairs``). An
-instruction also takes two FP16 numbers at a time. Codes and the bits of columns are in the halves of words, too.
+As in ``quantize_pages``, a work item is TOKENS tokens of a page, one KV head, keys or values. A plane's rows are words
+[TOKENS, WORDS] of two adjacent elements: first the BF16 input (``bf16_pairs``), then FP16 (``fp16_pairs``). An
+instruction processes two such numbers. Codes and the bits of columns are in the halves of words, too.
 """
 
 import triton
@@ -36,10 +36,10 @@ TOO_LARGE = tl.constexpr(_TOO_LARGE)
 INFINITY = tl.constexpr(0x7F800000)
 #: Exponent of the float32 number UNITS, in the units of a gain's byte (see ``GAIN_BIAS``).
 _UNITS_BIAS = tl.constexpr(int(_UNITS).bit_length() - 1 + 127 << 3)
-#: Constant added to FP16 codes, which rounds them to integers in the last bits; then its bits.
+#: Constant that rounds FP16 codes, when added, to integers in the last bits; then its bits, twice in a word.
 MAGIC = tl.constexpr(_MAGIC)
 _MAGIC_BITS = twice(_MAGIC)
-#: The same for errors, which are integers from 0 to ERRORS.
+#: The same constant and bits for errors, which become integers from 0 to ERRORS.
 ERRORS = tl.constexpr(_ERRORS)
 ERROR_BITS = tl.constexpr(twice(_ERRORS))
 
@@ -65,7 +65,7 @@ def quantize_plane_keys(
 def quantize_plane_values(
     v, v_token, record, part, CODES: tl.constexpr, SHAPE: tl.constexpr, TOKENS: tl.constexpr, PACKED: tl.constexpr
 ):
-    """Quantizes TOKENS tokens of a page's values; a token's column is one byte in its plane of tokens."""
+    """Quantizes TOKENS tokens of a page's values; a cell is stored by quarter of the page, column and token."""
     QUARTER: tl.constexpr = PAGE // 4
     i, half = tl.arange(0, TOKENS), tl.arange(0, 2)[None, None, :]
     j = 2 * tl.arange(0, SHAPE.WORDS)[None, :, None] + half
@@ -82,10 +82,10 @@ def quantize_plane_values(
 
 @triton.jit
 def _tokens(i, part, CODES: tl.constexpr, TOKENS: tl.constexpr):
-    """Returns the page's tokens that a program processes as i: equally many from each run of tokens that share no byte.
+    """Returns the tokens of the page that a program processes: equally many from each of ``runs_of`` runs.
 
-    There are at least two runs, four if four tokens share a byte. Tokens that share a byte are TOKENS / shares apart
-    here.
+    No tokens of a run share a byte. There are two runs, or four if four tokens share a byte. Indices i of tokens that
+    share a byte are TOKENS / shares apart.
     """
     RUNS: tl.constexpr = runs_of(CODES)
     RUN: tl.constexpr = TOKENS // RUNS
@@ -94,7 +94,7 @@ def _tokens(i, part, CODES: tl.constexpr, TOKENS: tl.constexpr):
 
 @triton.jit
 def _shared(bits, CELL: tl.constexpr, CODES: tl.constexpr):
-    """Joins a cell's bits of tokens that share a byte, int32 [TOKENS, WORDS]."""
+    """Joins the bits of tokens that share a byte of the cell; bits: int32 [TOKENS, WORDS]."""
     SHARES: tl.constexpr = shares_of(CODES, CELL)
     if SHARES == 1:
         return bits
@@ -106,7 +106,7 @@ def _shared(bits, CELL: tl.constexpr, CODES: tl.constexpr):
 
 @triton.jit
 def _column_bits(codes, CELL: tl.constexpr, CODES: tl.constexpr):
-    """Joins a cell's bits of every column, from ``_row_codes``, in the halves of words."""
+    """Joins every column's codes from ``_row_codes`` to the bits of a cell, in the halves of words."""
     bits = tl.zeros(codes[0].shape, tl.int32) - offset(CODES, CELL)
     for f in tl.static_range(field_count(CODES, CELL)):
         bits += codes[plane_of(CODES, CELL, f)] << shift_of(CODES, CELL, f)
@@ -117,7 +117,7 @@ def _column_bits(codes, CELL: tl.constexpr, CODES: tl.constexpr):
 def _row_codes(rows, CODES: tl.constexpr, SHAPE: tl.constexpr, TOKENS: tl.constexpr, PACKED: tl.constexpr):
     """Returns MAGIC plus the four planes' codes, FP16 pairs, and gains' bytes, uint8 [TOKENS]; rows: [TOKENS, 1].
 
-    Callers join a column's codes first, then subtract the surplus of all of them at once.
+    Callers first join a column's codes and then subtract what MAGIC added (``offset``), for all codes at once.
     """
     x = ()
     for p in tl.static_range(4):
@@ -147,7 +147,7 @@ def _row_codes(rows, CODES: tl.constexpr, SHAPE: tl.constexpr, TOKENS: tl.conste
 
 @triton.jit
 def _load_plane(rows, p: tl.constexpr, CODES: tl.constexpr, SHAPE: tl.constexpr, TOKENS: tl.constexpr):
-    """Loads a plane of rows at [TOKENS, 1], BF16 pairs; 0 beyond its end, and where it has no codes."""
+    """Loads a plane of rows at [TOKENS, 1], BF16 pairs; 0 beyond its end, and if the plane has no codes."""
     N: tl.constexpr = SHAPE.WORDS
     n = tl.arange(0, N)[None, :]
     words = (rows + p * SHAPE.D4).to(tl.pointer_type(tl.int32)) + n
@@ -161,9 +161,9 @@ def _load_plane(rows, p: tl.constexpr, CODES: tl.constexpr, SHAPE: tl.constexpr,
 
 @triton.jit
 def _least_gain(x, CODES: tl.constexpr, PACKED: tl.constexpr):
-    """Returns the byte of the least gain that clips nothing, int32 [TOKENS]; above 255 only counted, up to TOO_LARGE.
+    """Returns the byte of the least gain that clips nothing, int32 [TOKENS]; it may exceed 255, up to TOO_LARGE.
 
-    Magnitudes are ordered like their bits, infinity and NaN above all numbers.
+    Magnitudes order like their bits, with infinity and NaN above all numbers.
     """
     reach = 0
     for p in tl.static_range(4):
@@ -176,13 +176,13 @@ def _least_gain(x, CODES: tl.constexpr, PACKED: tl.constexpr):
 
 @triton.jit
 def _gain(stored, least):
-    """Returns G of gains' bytes, float32."""
+    """Returns G (``formats.planes``) of gains' bytes, float32."""
     return ((stored - (least & ~7) + _UNITS_BIAS) << 20).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _step(inverse, p: tl.constexpr, CODES: tl.constexpr):
-    """Returns a of a plane, given fp16(1/G)."""
+    """Returns a_p of ``formats.planes``, given fp16(1/G)."""
     if most(CODES, p) == 1.0:
         return inverse
     else:
@@ -191,7 +191,7 @@ def _step(inverse, p: tl.constexpr, CODES: tl.constexpr):
 
 @triton.jit
 def _error(units, inverse, CLIPS: tl.constexpr, CODES: tl.constexpr, SHAPE: tl.constexpr):
-    """Returns E / G^2 of rows, float32 [TOKENS]: exact, because E is exact."""
+    """Returns E / G^2 of rows, float32 [TOKENS]: exact, because it is a sum of integers."""
     total = number(0.0)
     for p in tl.static_range(4):
         if is_coded(CODES, p):
@@ -211,7 +211,7 @@ def _error(units, inverse, CLIPS: tl.constexpr, CODES: tl.constexpr, SHAPE: tl.c
 
 @triton.constexpr_function
 def offset(codes, cell):
-    """Returns the surplus of a cell's joined FP16 bits over its codes, modulo 2^32, as an int32."""
+    """Returns what MAGIC adds to a cell's joined bits, modulo 2^32, as an int32."""
     found = sum(_MAGIC_BITS << f.shift for f in codes.cells[cell].fields)
     return (found + 2**31) % 2**32 - 2**31
 
@@ -236,5 +236,5 @@ def is_last(codes, plane):
 
 @triton.constexpr_function
 def reach_of(codes, plane):
-    """Returns an element's weight, in this plane, for the least gain that clips nothing."""
+    """Returns the least gain that does not clip an element of magnitude 1 in this plane."""
     return 2.0 ** (1 - codes.widths[plane])

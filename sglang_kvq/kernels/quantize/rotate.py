@@ -18,7 +18,7 @@ from sglang_kvq.kernels.device.common import NO_OVERLAP, PAGE, Overlap, dot, to_
 from sglang_kvq.kernels.device.launch import start_kernel
 from sglang_kvq.kernels.device.shape import shape_of
 
-_TOKENS = 64  # rows of a tile, for every batch: a token's codes must not depend on its neighbours
+_TOKENS = 64  # rows of a tile, for every batch: a token's codes must not depend on its neighbors
 
 
 def split_rotation(rotation: torch.Tensor) -> torch.Tensor:
@@ -33,7 +33,7 @@ class Store(NamedTuple):
 
     Attributes:
         bf16_pages: one layer's, BF16 ``[slots + 1, 2, kv_heads, PAGE_SIZE, D]``; slot: elements from slot to slot.
-        places, page_slot: ``PagePool``'s.
+        places, page_slot: tables of ``PagePool``.
         loc: int ``[T]``, SGLang's locations.
     """
 
@@ -59,12 +59,13 @@ def rotate(
         x: q ``[T, q_heads, D]``, k and v ``[T, kv_heads, D]``, BF16; only the last axis must be contiguous.
         rotations: for each, ``split_rotation``'s result for this layer, ``[2, kv_heads or 1, D, D]``, or None for the
             identity.
-        store: where keys and values then go, and only there. Those of a page without a BF16 copy go to slot 0.
+        store: where rotated keys and values are stored, and then only there (but see ``keep``). Those of a page without
+            a BF16 copy go to slot 0.
         overlap: an early start loads rotations and looks up destinations before the previous launch has ended. The next
             launch starts with this one.
         mean: subtracted from rotated keys, float32 ``[kv_heads or 1, D]``, contiguous; None for nothing.
-        keep: rotated keys and values are also returned, and pages without a BF16 copy are skipped.
-        space: where rotated tensors go, if of their shape and contiguous; None for new ones.
+        keep: True to also return the rotated keys and values that are stored, and to skip pages without a BF16 copy.
+        space: contiguous tensors for the results; None, or a tensor of another shape, for a new one.
 
     Returns:
         the rotated tensors, contiguous; an unrotated one is returned unchanged.
@@ -174,7 +175,7 @@ def _head(
     x, head, out, HEADS: tl.constexpr, rotation, kv_head, mean, bf16_page, D: tl.constexpr, ROTATIONS: tl.constexpr,
     MEANS: tl.constexpr,
 ):  # fmt: skip
-    """Returns the ``Head`` of x and out, with as many matrices and means as there are."""
+    """Returns the ``Head`` of x and out; ROTATIONS and MEANS are the numbers of matrices and of means."""
     if ROTATIONS > 1:
         rotation += kv_head * D * D
     if MEANS > 1:
