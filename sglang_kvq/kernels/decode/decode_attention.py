@@ -37,7 +37,7 @@ from sglang_kvq.kernels.device.plane_codes import row_dims
 from sglang_kvq.kernels.device.shape import Shape, shape_of, value_dims
 from sglang_kvq.kernels.device.softmax import LOG2E, NEVER, Softmax, first_columns
 
-#: Shared memory of an SM (Hopper), and its reservation for each program.
+#: Bytes of shared memory of an SM (Hopper); then the bytes of it that are reserved for each program.
 _SM_BYTES, _RESERVED_BYTES = 228 * 1024, 1024
 
 #: Possible results of ``decode_routine``.
@@ -49,7 +49,7 @@ ROUTINES = (
     "history_planes_fp16",
 )
 
-#: Fraction of the last wave of programs that must be busy before another wave is tried.
+#: Share of the programs in all waves that must be busy; otherwise another wave is tried.
 BUSY = 0.9
 
 
@@ -81,8 +81,8 @@ class DecodeLaunch:
     def items(self, batch: int, programs: int, sms: int) -> int:
         """Returns the number of items of a plan for ``batch`` requests, ``programs`` programs each.
 
-        The items fill whole waves: the fewest that a batch of equal requests keeps busy to ``BUSY``, or the best number
-        up to eight.
+        The items fill whole waves: the fewest of which a batch of equal requests keeps the share ``BUSY`` busy, or the
+        best of the eight smallest numbers of waves.
         """
         wave = max(sms * self.programs_per_sm // programs, 1)
         least = -(-batch // wave)
@@ -99,7 +99,7 @@ class Drafts(NamedTuple):
             draft j.
         row: elements of a row of ``seen``.
         count: drafts of a request, at most 63.
-        of_chunk: drafts that a program attends for.
+        of_chunk: number of drafts whose attention one program computes.
     """
 
     seen: torch.Tensor
@@ -115,8 +115,8 @@ class Drafts(NamedTuple):
 def decode_launch(head_dim: int, gqa_group: int, record: Record | PlaneRecord, kv_heads: int) -> DecodeLaunch:
     """Returns the launch for a geometry and its codes; ``gqa_group`` query heads share each of the worker's KV heads.
 
-    Measurements favour twelve programs on an SM, or eight if the loop would spill much
-    (``benchmarks/formats.py --sweep``, ``benchmarks/kernels.py --sweep-heads``). Numbers in between lose up to a half,
+    Measurements favor twelve programs on an SM, or eight if the loop would spill much
+    (``benchmarks/formats.py --sweep``, ``benchmarks/kernels.py --sweep-heads``). Numbers in between lose up to half,
     because an SM's four schedulers then have unequal shares.
     """
     if suits_half(record, head_dim) and not isinstance(record, PlaneRecord):
@@ -125,7 +125,7 @@ def decode_launch(head_dim: int, gqa_group: int, record: Record | PlaneRecord, k
         if head_dim == 128 and gqa_group > 4:
             if gqa_group > 8:
                 return DecodeLaunch(4, registers=255, programs_per_sm=8, half_pages=1, bf16_page_cost=3)
-            if kv_heads == 1:  # programs have few pages each: fewer of them begin sooner
+            if kv_heads == 1:  # each program has few pages, and fewer programs begin sooner
                 return DecodeLaunch(4, registers=255, programs_per_sm=8, half_pages=1, bf16_page_cost=4)
             return DecodeLaunch(4, registers=168, programs_per_sm=12, half_pages=1, bf16_page_cost=4)
     if isinstance(record, PlaneRecord):
@@ -133,7 +133,7 @@ def decode_launch(head_dim: int, gqa_group: int, record: Record | PlaneRecord, k
         if suits_half(record, head_dim) and (gqa_group > 4 or head_dim == 64):
             return _half_planes_launch(head_dim, gqa_group, record)
         return _planes_launch(head_dim, gqa_group, record)
-    if gqa_group > 8:  # spills either way: more heads hold more accumulators
+    if gqa_group > 8:  # spills in any case: more heads need more accumulators
         shape = shape_of(1, head_dim, gqa_group)
         copies = 4 * record.bytes * shape.DP // head_dim + 8 * shape.INT8_JP * shape.HEADS
         return DecodeLaunch(stages=3 if copies <= _program_bytes(8) else 2, registers=255, programs_per_sm=8)
@@ -209,7 +209,7 @@ def is_two_bit(record: Record | PlaneRecord, head_dim: int) -> bool:
 
 
 def suits_half(record: Record | PlaneRecord, head_dim: int) -> bool:
-    """Tells if FP16 products read these records: two bits with one group to a row, or planes."""
+    """Tells if FP16 products can read these records: two bits with one group per row, or planes."""
     return head_dim <= value_dims(head_dim) and (isinstance(record, PlaneRecord) or is_two_bit(record, head_dim))
 
 
@@ -238,13 +238,13 @@ def decode(
 ) -> None:
     """Computes partial results of every item.
 
-    The drafts of a chunk count as further query heads of each KV head. Heads below are then
-    ``kv_heads * of_chunk * gqa_group``, draft by draft within a KV head. q has ``B * chunks`` tokens, and results are
-    ``[items, chunks * heads]``.
+    The drafts of a chunk, if there are any, count as further query heads of each KV head. q_heads below is then
+    ``kv_heads * of_chunk * gqa_group``; a KV head's heads are ordered by draft. q has ``B * chunks`` tokens, and results
+    are ``[items, chunks * q_heads]``.
 
     Args:
-        out: float32 ``[items, q_heads, D]``; unused items leave theirs untouched.
-        lse: float32 ``[items, q_heads]``, log2 of the softmax's denominator; unused items leave theirs untouched.
+        out: float32 ``[items, q_heads, D]``; rows of unused items stay untouched.
+        lse: float32 ``[items, q_heads]``, log2 of the softmax's denominator; rows of unused items stay untouched.
         q: BF16 ``[B, q_heads, D]``, rotated; last axis contiguous.
         items: from ``split_work.split_work``.
         record, stored: of one layer.
@@ -297,8 +297,8 @@ def _decode(
     EARLY: tl.constexpr, LETS_NEXT: tl.constexpr, CHUNKS: tl.constexpr, DRAFTS: tl.constexpr, OF_CHUNK: tl.constexpr,
     SHARED_WEIGHTS: tl.constexpr,
 ):  # fmt: skip
-    """Program ((kv_head * parts of V + part) * chunks + chunk, item): read the item; its records; its BF16 copies;
-    store.
+    """Program ((kv_head * parts of V + part) * chunks + chunk, item): loads the item, attends to its records, then to
+    its BF16 copies, and stores the result.
 
     A chunk has ``OF_CHUNK`` drafts, which count as heads (see ``decode``).
     """
@@ -424,8 +424,8 @@ def _bf16_page(
         if DRAFTS == 1:
             x = tl.where(live[:, None], x, NEVER)
         else:
-            # Draft index of a token; drafts before the first are seen by all. A column that sees nothing of a tile
-            # counts it with the weight 2^NEVER.
+            # Index of the draft that a token is; all columns see tokens before the first draft. A column that sees
+            # nothing of a tile counts it with the weight 2^NEVER.
             draft = index * PAGE + token - (item.length - DRAFTS)
             bit = (hidden[None, :] >> tl.maximum(draft, 0).to(tl.int64)[:, None]) & 1
             x = tl.where(live[:, None] & ((draft < 0)[:, None] | (bit == 0)), x, NEVER)

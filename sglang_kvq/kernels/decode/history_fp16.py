@@ -7,14 +7,14 @@ one column per query head:
 - One AND cuts two codes out of a word. Each is a subnormal FP16 number, c 2^-24, times 4^plane. Tensor cores multiply
   these exactly; queries and weights carry the remaining factor.
 - A byte permutation brings the second and fourth byte of a word to the lower halves. That is already an operand with
-  all four codes of a byte, c_0 + 4 c_1 + 16 c_2 + 64 c_3. It represents plane 3, and the contributions of the others
-  are subtracted from their queries or weights.
+  all four codes of a byte, c_0 + 4 c_1 + 16 c_2 + 64 c_3. It is used for plane 3; what it adds for the other planes is
+  subtracted from their queries or weights.
 - The tensor cores themselves add products of V to the sums of earlier tiles.
 - Weights are products of FP16 numbers, two per instruction: p, which is at most 2^13, and s_v, scaled below 1 by a
   power of two that all heads share.
 
 If a plane's dims fill an INT8 product, K's products are in INT8 (``history_k_int8_v_fp16``): extracting codes takes
-five instructions a word, not eight. Those are logical, and an SM runs half as many of them per cycle as additions.
+five instructions per word, not eight. These are logical ones, of which an SM runs half as many per cycle as additions.
 
 An iteration is two pages, or one. One page takes fewer registers and half the shared memory, which leaves room for
 another stage of copies. With two stages a program waits for its latest copy, and only other programs hide that.
@@ -31,10 +31,10 @@ from sglang_kvq.kernels.device.unpack import two_bits
 
 #: Value of one code: the least subnormal number of FP16.
 CODE = tl.constexpr(2.0**-24)
-#: Largest query element as an operand, and largest p, as powers of two: weights p s_v are no larger.
+#: Largest element of queries as operands; then log2 of the largest p, which weights p s_v do not exceed.
 LARGEST_QUERY = tl.constexpr(2.0**14)
 _WEIGHT_LOG2 = tl.constexpr(13.0)
-#: Lower bound for scales of V in the common factor, whose inverse has to be an FP16 number.
+#: Least common factor of V's scales: its inverse must be an FP16 number.
 LEAST_SCALE = tl.constexpr(2.0**-15)
 
 
@@ -43,7 +43,7 @@ def history_half(
     q, item, table, records, v_first, scale_log2, RECORD: tl.constexpr, SHAPE: tl.constexpr, PLAIN: tl.constexpr,
     PAGES: tl.constexpr,
 ):  # fmt: skip
-    """Attends like ``history_general``, for records with one group a row; PAGES per iteration.
+    """Attends like ``history_general``, for records with one group per row; PAGES per iteration.
 
     Requires that ``has_int8_keys`` is False.
     """
@@ -67,7 +67,7 @@ def history_half(
     offsets = tl.zeros([8, COLUMNS], tl.float32)
     top = tl.full([COLUMNS], NEVER, tl.float32)
     total = tl.zeros([8, COLUMNS], tl.float32)
-    largest = LEAST_SCALE + 0.0  # a power of two, no less than s_v so far
+    largest = LEAST_SCALE + 0.0  # a power of two, no less than any s_v so far
     page_a, page_b = item.page_a.to(tl.int64), item.page_b.to(tl.int64)
     last = item.last_page
     limit = tl.minimum(last * PAGE, item.length)
@@ -106,7 +106,7 @@ def history_half(
 
 @triton.jit
 def bases(records, second, base_a, base_b, PAGES: tl.constexpr):
-    """Returns where an iteration's records begin: for each row of the tile, and for each page, [PAGES, 1, 1].
+    """Returns pointers to an iteration's records: one per row of the tile, and one per page, [PAGES, 1, 1].
 
     second: True for rows of the second page; base_a, base_b: bytes from ``records`` to the pages'.
     """
@@ -172,7 +172,7 @@ def _spread_sum(x, TILE: tl.constexpr, HEADS: tl.constexpr):
 
 @triton.jit
 def load_keys(base, plane, LOW: tl.constexpr, SHAPE: tl.constexpr, PLAIN: tl.constexpr):
-    """Loads INT8 or FP16 tiles of K's codes; base: where its page's record begins, for each row of the tile."""
+    """Loads INT8 or FP16 tiles of K's codes; base: a pointer to the page's record for each row of the tile."""
     D4: tl.constexpr = SHAPE.D4
     QUARTER: tl.constexpr = PAGE // 4
     row = tl.arange(0, plane.shape[0])
@@ -193,9 +193,9 @@ def load_keys(base, plane, LOW: tl.constexpr, SHAPE: tl.constexpr, PLAIN: tl.con
 
 @triton.jit
 def load_values(records, dim, inside, SHAPE: tl.constexpr, PLAIN: tl.constexpr, PAGES: tl.constexpr):
-    """Loads FP16 tiles of V's codes, [dims, tokens] each; records: where pages have these dims, [PAGES, 1, 1].
+    """Loads FP16 tiles of V's codes, [dims, tokens] each; records: pointers to V's codes in pages, [PAGES, 1, 1].
 
-    Loads page by page, so that neighbouring lanes read neighbouring bytes.
+    Loads page by page, so that neighboring lanes read neighboring bytes.
     """
     QUARTER: tl.constexpr = PAGE // 4
     ROWS: tl.constexpr = SHAPE.VP
@@ -265,7 +265,7 @@ def _in_quad_order(x):
 
 @triton.jit
 def _fields(words, PLAIN: tl.constexpr):
-    """Splits an int16 tile of eight codes each into FP16 tiles: planes 0 to 3 of the first byte, then of the second.
+    """Splits int16 words of eight codes into FP16 tiles: planes 0 to 3 of the first byte, then of the second.
 
     Plane n is 4^n times the code times ``CODE``.
     """
@@ -298,10 +298,10 @@ def _fields(words, PLAIN: tl.constexpr):
 
 @triton.jit
 def _quads(packed, PLAIN: tl.constexpr):
-    """Splits a uint8 tile of four codes each into four FP16 tiles, planes 0 to 3, with the factors of ``_fields``.
+    """Splits uint8 bytes of four codes into four FP16 tiles, planes 0 to 3, with the factors of ``_fields``.
 
-    The second and third of every four bytes change places, so that one instruction extracts two codes of a word. PLAIN:
-    they were loaded in that order.
+    The second and third of every four bytes change places, so that one instruction extracts two codes of a word. With
+    PLAIN, bytes were loaded in that order.
     """
     if PLAIN:
         x0, x1 = subnormal(packed & 3), subnormal(packed & 12)
@@ -356,7 +356,7 @@ def token_planes(x, HEADS: tl.constexpr, PAGES: tl.constexpr):
 
 @triton.jit
 def corrected(w, PAGES: tl.constexpr):
-    """Returns ``token_planes`` of weights, minus the share of whole bytes in other planes' products."""
+    """Subtracts from ``token_planes`` of weights what products with whole bytes add for the other planes."""
     if PAGES == 2:
         y = w[7]
         return w[0], w[1], w[2], w[3], w[4] - y, w[5] - y, w[6] - y, y
@@ -367,7 +367,7 @@ def corrected(w, PAGES: tl.constexpr):
 
 @triton.jit
 def split_planes(x, HEADS: tl.constexpr):
-    """Splits rows (plane, page, half, i) into [16 = (page, i), HEADS], for each plane that of either half."""
+    """Splits rows (plane, page, half, i) into tiles [16 = (page, i), HEADS]: for each plane, one per half."""
     x = tl.permute(tl.reshape(x, [2, 2, 2, 2, 8, HEADS]), (2, 4, 5, 3, 0, 1))
     a, b = tl.split(tl.reshape(x, [16, HEADS, 2, 2, 2]))
     x0, x2 = _halves(a)

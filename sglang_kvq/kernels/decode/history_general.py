@@ -1,6 +1,6 @@
 """Decode attention over records of any format but planes.
 
-Levels of every table are small integers, so products run on INT8 tensor cores, as ``decode_attention`` says. With
+Levels of every table are small integers, so products run on INT8 tensor cores, as in ``decode_attention``. With
 levels w about a centre c,
 
     q k     = s_k (q w_k) + (z_k + c s_k) sum(q)                 a scale per token
@@ -42,14 +42,15 @@ def history_general(
 ):
     """Attends to records of the item's pages; returns a ``Softmax`` whose columns are heads: acc [VP, HEADS].
 
-    q: the first of the KV head's queries; records: those of page 0; acc are dims v_first .. v_first + DIMS.
+    q: ``View`` that starts at the KV head's first query; records: the KV head's record of page 0; rows of acc are dims
+    v_first .. v_first + DIMS.
 
     A tile is two pages, 128 tokens. Its row n = (plane, page, half, i) is token plane * 16 + 2 i + half of that page:
     the order of K's stored codes. Tokens whose codes share a byte plane of V are 32 consecutive rows. Rows n and n + 8,
-    which one thread holds, are neighbours whose scales it reads at once.
+    which one thread holds, are neighboring tokens, whose scales the thread reads at once.
 
-    Each iteration: load K's codes and all scales; scores, by ``_channel_scores`` or ``_token_scores``; the softmax; V's
-    product, group by group.
+    Each iteration loads K's codes and all scales, computes scores (``_channel_scores`` or ``_token_scores``), updates
+    the softmax and adds V's product, group by group.
     """
     KEYS: tl.constexpr = RECORD.k
     VALUES: tl.constexpr = RECORD.v
@@ -121,8 +122,8 @@ def _token_scores(
 ):
     """Computes q k of a tile, float32 [2 PAGE, HEADS], for keys with a scale per token and group.
 
-    operands: from ``query_operands``; first_scales: the first group's scales and offsets; scales: the two pages'
-    records, FP16; page_records: bytes, one by one.
+    operands: from ``query_operands``; first_scales: the first group's scales and offsets; scales: pointers to the
+    two pages' records, FP16; page_records: pointers to the bytes of each record.
     """
     TILE: tl.constexpr = 2 * PAGE
     HEADS: tl.constexpr = SHAPE.HEADS
@@ -170,7 +171,7 @@ def _keys(records, base_a, base_b, CODES: tl.constexpr, SHAPE: tl.constexpr, PLA
     QUARTER: tl.constexpr = PAGE // 4
     row, j = tl.arange(0, ROWS), tl.arange(0, JP)[None, :]
     base = records + base_of(row // QUARTER % 2 == 1, base_a, base_b)[:, None]
-    # ``common.key_row`` of the row's token, times the row's bytes.
+    # ``common.key_row`` of each row's token, times the bytes of a row.
     address = base + (row // (2 * QUARTER) * QUARTER + row % QUARTER)[:, None] * D4 + j  # [ROWS, JP]
     inside = (j < D4) & (row >= 0)[:, None]
     low = _load(address + CODES.low, inside, D4 == JP)
@@ -194,7 +195,7 @@ def _values(
 ):
     """Loads two pages' V codes of dims v_first .. v_first + DIMS, like ``_keys``: INT8 tiles [VP, PAGE / 2].
 
-    Pages are loaded one by one, so that neighbouring lanes read neighbouring bytes.
+    Pages are loaded one by one, so that neighboring lanes read neighboring bytes.
     """
     HALVES: tl.constexpr = CODES.bits == 3 and DIMS == D and VP == D
     ROWS: tl.constexpr = VP // 2 if HALVES else VP
@@ -255,7 +256,7 @@ def _products(
     codes, y, CODES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     g: tl.constexpr, GROUP: tl.constexpr, D4: tl.constexpr,
 ):  # fmt: skip
-    """Adds products of levels (``_share`` of them) to MAGIC_BITS, int32 [ROWS, COLUMNS], over the dims of group g.
+    """Adds products of levels, divided by ``_share``, to MAGIC_BITS, int32 [ROWS, COLUMNS], over the dims of group g.
 
     codes: from ``_keys`` or ``_values``; y: four planes, INT8 [JP, COLUMNS].
     """
@@ -280,7 +281,7 @@ def _sum_planes(x, y, products, g: tl.constexpr, GROUP: tl.constexpr, D4: tl.con
 def _scale_addresses(v_first, RECORD: tl.constexpr, TOKENS: tl.constexpr):
     """Returns FP16 addresses in a record, [1, 4, TOKENS]: K's scales and offsets (first group) and V's (dim v_first).
 
-    V's scales stand in for quantities that are not stored per token.
+    For quantities that are not stored per token, these are addresses of V's scales.
     """
     KEYS: tl.constexpr = RECORD.k
     VALUES: tl.constexpr = RECORD.v
@@ -298,7 +299,7 @@ def _scale_addresses(v_first, RECORD: tl.constexpr, TOKENS: tl.constexpr):
 
 @triton.constexpr_function
 def _offset_step(codes):
-    """Returns the FP16 elements from a scale to its offset; without offsets, scales stand in."""
+    """Returns the FP16 elements from a scale to its offset; 0 without offsets, so that scales are loaded instead."""
     return (codes.offset - codes.scale) // 2 if codes.has_offset else 0
 
 
@@ -310,7 +311,7 @@ def _needs_offset(codes):
 
 @triton.jit
 def _offset(scale, offset, CODES: tl.constexpr):
-    """Returns the value of a level of ``centre``."""
+    """Returns the dequantized value of the level ``centre``."""
     SHIFT: tl.constexpr = centre(CODES) - CODES.shift
     if CODES.has_offset and SHIFT == 0:
         return offset
@@ -338,7 +339,7 @@ def _channel_scores(k, q, page_records, second, token, scale_log2, CODES: tl.con
 
 @triton.jit
 def _run_scores(k, q, halves, CODES: tl.constexpr, SHAPE: tl.constexpr):
-    """Computes q k of the tile's rows as if all had this run's scales; halves points at a run's start."""
+    """Computes q k of the tile's rows as if all had this run's scales; halves: pointer to the run's start."""
     TILE: tl.constexpr = 2 * PAGE
     HEADS: tl.constexpr = SHAPE.HEADS
     COLUMNS: tl.constexpr = 2 * HEADS

@@ -2,14 +2,14 @@
 
 The operands of V are those of ``history_fp16``. Four things keep an iteration short:
 
-- Query heads are the rows of scores, their high parts, then the low ones, and tokens the columns. Weights as an operand
-  have the same layout, so lanes exchange nothing. Two neighbouring weights belong to two neighbouring tokens, like
-  their scales.
-- Units of queries are powers of two, so products of them with the part that ``MAGIC`` leaves in sums are exact. A score
-  takes four multiply-adds from its two parts, including all that an exponent needs.
-- Scores are relative to the maximum when sums were last rescaled. Rescaling happens in the first iteration, and when a
+- Rows of scores are query heads: first all high parts, then the low ones. Columns are tokens. Weights as an operand
+  have the same layout, so lanes exchange nothing. Two neighboring weights belong to two neighboring tokens, like their
+  scales.
+- Units of queries are powers of two, so their products with what ``MAGIC`` adds to sums are exact. From its two parts
+  to the argument of the exponential, a score takes four multiply-adds.
+- Scores are relative to the maximum at the last rescaling of sums. Rescaling happens in the first iteration, and when a
   weight would exceed the range of FP16. Other iterations compare all scores with one limit.
-- Sums of p and of p z_v are products of p, with ones and with V's offsets.
+- Sums of p and of p z_v are products of p with ones and with V's offsets.
 """
 
 import triton
@@ -57,7 +57,7 @@ def history_half_int8(
     PAGE_BYTES: tl.constexpr = page_bytes(RECORD, SHAPE.KV_HEADS)
 
     queries, q_sum, unit = _queries(q, scale_log2, SHAPE, PLAIN)
-    # Sums are MAGIC too large: ``int8.join_halves``, times the unit.
+    # ``int8.join_halves``, times the unit: sums include MAGIC, which is subtracted here.
     start, low_unit = unit * -(MAGIC + MAGIC / 256), unit * (1 / 256)
     # Columns are (plane, page, half, i), see ``int8.tokens_of_tile``.
     column = tl.arange(0, TILE)
@@ -71,7 +71,7 @@ def history_half_int8(
     acc = tl.zeros([ROWS, COLUMNS], tl.float32)
     sums = _no_sums(COLUMNS)
     top = tl.zeros([COLUMNS], tl.float32)
-    largest = LEAST_SCALE + 0.0  # a power of two, no less than s_v so far
+    largest = LEAST_SCALE + 0.0  # a power of two, no less than any s_v so far
     inverse, largest_bits = 1 / largest, _half_bits(largest)
     page_a, page_b = item.page_a.to(tl.int64), item.page_b.to(tl.int64)
     last = item.last_page
@@ -141,7 +141,7 @@ def _queries(q, scale_log2, SHAPE: tl.constexpr, PLAIN: tl.constexpr):
         largest = tl.maximum(largest, tl.abs(x))
     unit = power_of_two(tl.max(largest, 1) * (scale_log2 * (1 / 127)) + 1e-20)
     factor = scale_log2 * 256 / unit
-    # A product here makes the compiler convert operands to its layout here, and not in every iteration of the loop.
+    # This product makes the compiler convert operands to their layout here, and not in every iteration of the loop.
     tiles, ones = (), ()
     for n in tl.static_range(4):
         high, low = _split(planes[n] * (factor * (0.25 if n % 2 == 1 else 1.0))[:, None], PLAIN)
@@ -198,10 +198,10 @@ def _weights(p, own, PLAIN: tl.constexpr):
 
 @triton.jit
 def _no_sums(COLUMNS: tl.constexpr):
-    """Returns the zeros that ``_with_sums`` adds to.
+    """Returns the zeros to which ``_with_sums`` adds.
 
-    Eight heads are columns of the products, and rows of one operand are ones or offsets. More heads are rows that use
-    each product fully, so each sum has its own.
+    Eight heads are columns of one product; the rows of its other operand are ones and offsets. More heads are rows, and
+    fill a product by themselves, so each of the two sums has its own product.
     """
     if COLUMNS == 8:
         return (tl.zeros([16, COLUMNS], tl.float32),)
@@ -239,7 +239,7 @@ def _scaled_sums(sums, factor, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _sums(sums, COLUMNS: tl.constexpr):
-    """Returns both sums as [COLUMNS]; the reduction is over copies."""
+    """Returns both sums, [COLUMNS] each; the maximum is over equal copies."""
     if COLUMNS == 8:
         total, offset = tl.split(tl.permute(tl.reshape(sums[0], [2, 8, COLUMNS]), (1, 2, 0)))
         return tl.max(total, 0), tl.max(offset, 0)

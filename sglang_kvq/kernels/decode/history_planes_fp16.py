@@ -1,20 +1,20 @@
 """Decode attention over records of planes with FP16 products; the counterpart of ``history_fp16`` for two bits.
 
-One AND cuts two codes of a field out of a cell. Each is a subnormal FP16 number, c 2^(f - 24) for a field f bits high.
+One AND cuts two codes of a field out of a cell. Each is a subnormal FP16 number, c 2^(f - 24) for a field from bit f.
 Queries and, at the end, sums carry the remaining factor. As in ``history_planes_int8``, a row's gain is a factor of its
 score, V's gains are folded into p, and the middles are subtracted once:
 
     q k     = g_k (sum q c - sum q m)          products begin at minus the middles' part
     sum p v = sum (p g_v) c - m sum (p g_v)
 
-A byte's last field needs no AND: it is the whole byte (``is_whole``). The contribution of the other fields is
-subtracted from their queries, or sums. If a plane's dims fill an INT8 product, K's products are in INT8
+A byte's last field needs no AND: the whole byte is used for it (``is_whole``). What the byte's other fields add is
+subtracted from their queries, or from sums. If a plane's dims fill an INT8 product, K's products are in INT8
 (``key_planes_int8``).
 
-Scores are relative to the maximum when sums were last rescaled. The first iteration rescales. Others do so at a tile's
-end, if a p would exceed the range of FP16 or a g_v is the largest so far (``softmax.have_risen``). One power of two for
-all heads, that of the largest g_v so far, keeps weights p g_v in range. This power and the unit of queries become part
-of the gains by an addition to the gain's byte.
+Scores are relative to the maximum at the last rescaling of sums. The first iteration rescales. Others do so at a tile's
+end, if a p would exceed the range of FP16 (``softmax.have_risen``), or if a g_v has the largest exponent so far. One
+power of two for all heads, that of the largest g_v so far, keeps weights p g_v in range. This power and the unit of
+queries become part of the gains by an addition to the gain's byte.
 """
 
 import triton
@@ -53,7 +53,7 @@ from sglang_kvq.kernels.device.plane_codes import (
 )
 from sglang_kvq.kernels.device.softmax import NEVER, Softmax, first_columns, have_risen, raised
 
-#: True if an operand of joined tiles has two neighbours in each lane, not four: Triton 3.9, unlike 3.6.
+#: True if an operand of joined tiles has two neighbors in each lane, not four: Triton 3.9, unlike 3.6.
 _PAIRS = tl.constexpr(tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9))
 #: Exponent bits of a gain's byte.
 _EXPONENT = tl.constexpr(0xF8)
@@ -66,9 +66,9 @@ def history_half_planes(
 ):  # fmt: skip
     """Attends like ``history_planes_int8.history_planes``, one column per query head; two pages per iteration.
 
-    Weights become operands through shared memory, or lanes exchange them. Both take as many instructions with eight
-    columns; exchange takes fifty more with sixteen. Triton chooses by the narrowest load that an operand comes from:
-    that of gains' bytes, unless a branch loads them.
+    Weights become operands through shared memory, or lanes exchange them. With eight columns both take equally many
+    instructions; with sixteen, exchange takes fifty more. Triton chooses by the narrowest load that an operand comes
+    from: that of gains' bytes, unless a branch may replace them.
     """
     KEYS: tl.constexpr = RECORD.k
     VALUES: tl.constexpr = RECORD.v
@@ -88,10 +88,10 @@ def history_half_planes(
     accs = ()
     for _ in tl.static_range(4):
         accs += (tl.zeros([ROWS, COLUMNS], tl.float32),)
-    weight = tl.zeros([8, COLUMNS], tl.float32)  # sum p g_v, in each row
+    weight = tl.zeros([8, COLUMNS], tl.float32)  # sum p g_v, the same in each row
     top = tl.zeros([COLUMNS], tl.float32)
     total = tl.zeros([16, COLUMNS], tl.float32)
-    largest = 0  # byte of a power of two: of the largest g_v so far
+    largest = 0  # byte of a gain: the power of two in the largest g_v so far
     page_a, page_b = item.page_a.to(tl.int64), item.page_b.to(tl.int64)
     last = item.last_page
     limit = tl.minimum(last * PAGE, item.length)
@@ -112,7 +112,7 @@ def history_half_planes(
         if have_risen(x, begins | ends | (most > largest)):
             seen = (index + second.to(tl.int32)) * PAGE + token < limit
             x = tl.where(seen[:, None], x, NEVER)
-            own = tl.where(seen, v_bytes, 0)  # an unseen token's may be the largest
+            own = tl.where(seen, v_bytes, 0)  # an unseen token's gain must not count as the largest
             if not SHARED_WEIGHTS:
                 v_bytes = own
             rise = raised(x, begins, 0)
@@ -142,7 +142,7 @@ def history_half_planes(
 
 @triton.constexpr_function
 def _has_int8_keys(shape):
-    """Tells if products of K are in INT8. With more than eight heads, these take too many registers."""
+    """Tells if products of K are in INT8. With more than eight heads, INT8 products take too many registers."""
     return has_int8_keys(shape) and shape.HEADS <= 8
 
 
@@ -154,19 +154,19 @@ def has_words(shape):
 
 @triton.constexpr_function
 def lies(codes, plane):
-    """Returns how many bits high a plane's codes are in their cell; 0 if it has none."""
+    """Returns the bit at which a plane's codes begin in their cell; 0 if the plane has no codes."""
     return sum(field.shift for cell in codes.cells for field in cell.fields if field.plane == plane)
 
 
 @triton.constexpr_function
 def is_whole(codes, cell, field):
-    """Tells if the whole byte stands for a field: the last of several that one token has."""
+    """Tells if the whole byte is used for a field: the last of several, in a byte that one token owns."""
     return codes.cells[cell].bits == 8 and field > 0 and field == len(codes.cells[cell].fields) - 1
 
 
 @triton.constexpr_function
 def whole_of(codes, plane):
-    """Returns the other plane whose whole byte includes a plane's codes; -1 if there is none."""
+    """Returns the other plane for which a whole byte with this plane's codes is used; -1 if there is none."""
     for n, cell in enumerate(codes.cells):
         last = cell.fields[-1].plane
         if is_whole(codes, n, len(cell.fields) - 1) and last != plane and plane in [x.plane for x in cell.fields]:
@@ -196,8 +196,8 @@ def _queries(q, scale_log2, CODES: tl.constexpr, SHAPE: tl.constexpr):
     """Converts a KV head's queries to operands.
 
     Returns:
-        the operands of each cell's shares' fields, see ``_query_tiles``, from the first cell's on; the start of
-        products; their unit; [columns] each.
+        the operands for every field, see ``_query_tiles``, by cell and share (``operand_of``); the start of products,
+        [columns]; their unit, as ``less`` of ``_power``.
     """
     DP: tl.constexpr = SHAPE.DP
     h, dim = tl.arange(0, columns_of(SHAPE)), tl.arange(0, DP)
@@ -211,7 +211,7 @@ def _queries(q, scale_log2, CODES: tl.constexpr, SHAPE: tl.constexpr):
             for f in tl.static_range(field_count(CODES, c)):
                 operands = _query_tiles(q, scale_log2 / unit, c, share, f, CODES, SHAPE)
                 tiles += (operands,)
-                if share == 0:  # uses the FP16 values of queries: only a code's distance from its middle matters
+                if share == 0:  # from FP16 values of queries, so that only a code's distance from its middle matters
                     for n in tl.static_range(len(operands)):
                         middles += tl.sum(operands[n].to(tl.float32), 0) * _cut_middle(CODES, c, f)
     unit *= 1 / CODE
@@ -231,7 +231,7 @@ def _cut_middle(codes, cell, field):
 def _query_tiles(
     q, factor, CELL: tl.constexpr, SHARE: tl.constexpr, FIELD: tl.constexpr, CODES: tl.constexpr, SHAPE: tl.constexpr
 ):
-    """Returns the factors of a field's ``_key_tiles``, FP16 [their columns, columns] each."""
+    """Returns the operands for a field's ``_key_tiles``, FP16 [a tile's columns, columns] each."""
     if has_words(SHAPE):
         j = tl.arange(0, SHAPE.JP // 2) * 2
         lower = _query_tile(q, factor, j, CELL, SHARE, FIELD, CODES, SHAPE)
@@ -261,7 +261,7 @@ def _query_tile(
     CODES: tl.constexpr,
     SHAPE: tl.constexpr,
 ):
-    """Multiplies elements j of the field's plane by factor, divided by the bit position of the share's codes."""
+    """Multiplies elements j of the field's plane by ``factor``; divides by what the codes' bit position multiplies."""
     PLANE: tl.constexpr = plane_of(CODES, CELL, FIELD)
     x = _query_plane(q, j, PLANE, SHAPE) * 0.5 ** lies(CODES, PLANE)
     if whole_of(CODES, PLANE) >= 0:
@@ -281,8 +281,8 @@ def _query_plane(q, j, plane: tl.constexpr, SHAPE: tl.constexpr):
 def _products(records, base_a, base_b, queries, start, CODES: tl.constexpr, SHAPE: tl.constexpr, PLAIN: tl.constexpr):
     """Adds products of two pages' key codes and queries to start: FP32 [2 PAGE, columns].
 
-    A share's tokens are rows of their own. Cells that most tokens share come first, and the others' products begin at
-    their sums, one below the other.
+    Each share's tokens are separate rows. Cells that most tokens share come first. The next cells' products start at
+    the sums of these, stacked one below the other.
     """
     LAST: tl.constexpr = cell_count(CODES) - 1
     ROWS: tl.constexpr = 2 * PAGE // shares_of(CODES, LAST)
@@ -311,7 +311,7 @@ def _key_words(records, base_a, base_b, CELL: tl.constexpr, CODES: tl.constexpr,
 
 @triton.jit
 def _with_cell(parts, words, queries, CELL: tl.constexpr, CODES: tl.constexpr, PLAIN: tl.constexpr):
-    """Returns the parts of a cell's shares, with its products added."""
+    """Adds a cell's products to the parts of its shares."""
     result = ()
     for share in tl.static_range(shares_of(CODES, CELL)):
         part = parts[share]
@@ -398,7 +398,7 @@ def _divided(w, bits: tl.constexpr):
 
 @triton.jit
 def _sum(weights, COLUMNS: tl.constexpr, PLAIN: tl.constexpr):
-    """Sums over all tokens, in each of 8 rows. A product with ones makes V's middles cancel exactly."""
+    """Sums weights over all tokens into each of 8 rows, by products with ones, so that V's middles cancel exactly."""
     total = tl.zeros([16, COLUMNS], tl.float32)
     ones = tl.full([16, 16], 1.0, tl.float16)
     for n in tl.static_range(4):
@@ -476,7 +476,7 @@ def _of_words(
 
 @triton.constexpr_function
 def words_ptx(codes, cell, field, share):
-    """Returns the PTX of ``_of_words``: two words $2 to $0, from their lower bytes, and $1, from the upper ones.
+    """Returns the PTX of ``_of_words`` for two words, $2: $0 has their lower bytes, $1 the upper ones.
 
     ptxas merges the instructions that fields and shares have in common.
     """

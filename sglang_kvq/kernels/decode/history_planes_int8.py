@@ -1,4 +1,4 @@
-"""Decode attention over records of planes (``formats.planes``) with INT8 products and one gain a row.
+"""Decode attention over records of planes (``formats.planes``) with INT8 products and one gain per row.
 
 With codes c, each plane's middle m and a row's gains g,
 
@@ -48,8 +48,8 @@ def history_planes(
 ):
     """Attends like ``history_general``, with its tiles, tokens and arguments, for records of planes.
 
-    Rows of the result's acc are ``plane_codes.plane_dims``. Each iteration: load gains and codes; scores, plane by
-    plane; the softmax; V's products, plane by plane.
+    Rows of the result's acc are ``plane_codes.plane_dims``. Each iteration loads gains and codes, computes scores plane
+    by plane, updates the softmax and adds V's products plane by plane.
     """
     KEYS: tl.constexpr = RECORD.k
     VALUES: tl.constexpr = RECORD.v
@@ -128,7 +128,7 @@ def _queries(q, scale_log2, CODES: tl.constexpr, SHAPE: tl.constexpr):
     n, dim = tl.arange(0, 2 * SHAPE.HEADS), tl.arange(0, SHAPE.DP)
     inside = (dim < SHAPE.D)[:, None] & (n // 2 < SHAPE.GQA_GROUP)[None, :]
     twice = tl.load(q.data + n[None, :] // 2 * q.head + dim[:, None], mask=inside, other=0.0).to(tl.float32)
-    # Keep the unit large enough that NEVER times it does not count.
+    # The unit is large enough that a score of NEVER times the unit still has no weight.
     unit = tl.max(tl.abs(twice), 0) * (1 / 127) + 1e-20  # [2 HEADS]
     planes = (
         query_plane(q, unit, 0, 1 / multiple(CODES, 0), SHAPE),
@@ -144,7 +144,7 @@ def _queries(q, scale_log2, CODES: tl.constexpr, SHAPE: tl.constexpr):
 def _start(planes, CODES: tl.constexpr, SHAPE: tl.constexpr):
     """Returns the start of products with these operands: MAGIC_BITS minus the middles' part, int32 [2 HEADS].
 
-    A half of the high part's is 128 of the low part's.
+    A fraction in the high part's start, times 256, is moved to the low part's.
     """
     HEADS: tl.constexpr = SHAPE.HEADS
     middles = tl.zeros([2 * HEADS], tl.float32)

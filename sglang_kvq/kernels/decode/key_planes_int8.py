@@ -1,9 +1,9 @@
 """INT8 products of queries with keys of planes, for ``history_planes_fp16`` if a plane's dims fill such products.
 
 One instruction extracts four codes from a word; FP16 needs one for two. Codes keep their bit position, and queries are
-divided accordingly. A code six bits high meets ten bits of its query, two fewer than ``plane_codes`` allows where it
-can choose. Only narrow codes lie that high, and their own error is a hundred times larger. A tile's bytes are signed.
-Fields with the highest bit are cut out with that bit inverted, which subtracts 128 from the code.
+divided accordingly. A code that begins at bit six leaves ten bits of its query, two fewer than ``plane_codes`` allows
+where it can choose. Only narrow codes are that high, and their own error is a hundred times larger. A tile's bytes are
+signed. If a field has the highest bit, that bit is inverted, which subtracts 128 from the code.
 
 Queries are split into a high and a low part, x = unit (high + low / 256). A product's columns are all heads' high
 parts, then the low ones, so that both parts of a score are in one thread.
@@ -39,8 +39,8 @@ def int8_queries(q, scale_log2, CODES: tl.constexpr, SHAPE: tl.constexpr):
     """Multiplies a KV head's queries by the softmax's scale and converts them to operands.
 
     Returns:
-        the operands INT8 [JP, 2 columns] of each cell's shares' fields, from the first cell's on; the start of
-        products, INT32 [2 columns], for each share of the last cell; their unit, powers of two [columns].
+        the operands for every field, INT8 [JP, 2 columns], by cell and share (``operand_of``); the start of products,
+        INT32 [2 columns], for each share of the last cell; their unit, powers of two [columns].
     """
     COUNT: tl.constexpr = shares_of(CODES, cell_count(CODES) - 1)
     planes, largest, _ = query_planes(q, columns_of(SHAPE), SHAPE)
@@ -72,7 +72,7 @@ def _operand(x, SHAPE: tl.constexpr):
 
 @triton.jit
 def _with_middle(sums, x, SHARE: tl.constexpr, SHARES: tl.constexpr):
-    """Adds x to the sums of a cell's share."""
+    """Adds x to the sums that belong to a cell's share."""
     result = ()
     for n in tl.static_range(len(sums)):
         if n * SHARES // len(sums) == SHARE:
@@ -96,7 +96,7 @@ def int8_products(
 ):
     """Multiplies codes of two pages' keys, minus their middles, by queries: FP32 [2 PAGE, columns].
 
-    A share's tokens are rows of their own, as in ``history_planes_fp16``.
+    Each share's tokens are separate rows, as in ``history_planes_fp16``.
     """
     LAST: tl.constexpr = cell_count(CODES) - 1
     ROWS: tl.constexpr = 2 * PAGE // shares_of(CODES, LAST)
@@ -117,7 +117,7 @@ def int8_products(
 
 @triton.jit
 def _with_cell(parts, bytes, queries, CELL: tl.constexpr, CODES: tl.constexpr, PLAIN: tl.constexpr):
-    """Returns the parts of a cell's shares, with its products added."""
+    """Adds a cell's products to the parts of its shares."""
     result = ()
     for share in tl.static_range(shares_of(CODES, CELL)):
         part = parts[share]
@@ -153,4 +153,4 @@ def bytes_ptx(codes, cell, field, share):
     cut = cut_of(codes, cell, field, share)
     if cut < 128:
         return f"and.b32 $0, $1, {cut * 0x01010101:#010x};"
-    return f"lop3.b32 $0, $1, {cut * 0x01010101:#010x}, 0x80808080, 0x6a;"  # ($1 & cut) ^ 128, of each
+    return f"lop3.b32 $0, $1, {cut * 0x01010101:#010x}, 0x80808080, 0x6a;"  # ($1 & cut) ^ 128 of each

@@ -35,11 +35,11 @@ def merge_splits(
         partial: float32 ``[items, q_heads, D]``; lse: float32 ``[items, q_heads]``, base 2.
         spans: int32 ``[B, 2]`` (``split_work.split_work``): a request's first item and number of items, at least one.
         overlap: an early start reads the spans before the previous launch has ended.
-        least: rows of fewer items are left alone.
+        least: rows with fewer items than this are not written.
         sinks: float ``[q_heads]``; None for none.
     """
     batch, heads, d = out.shape
-    # Items of requests of equal length; a request with more items takes several iterations.
+    # The items of a request if all have equal length; a request with more items takes several iterations.
     chunk = min(_MOST, triton.next_power_of_2(-(-len(partial) // batch)))
     columns = triton.next_power_of_2(d)
     if chunk > 16:  # few rows: spread each over several programs

@@ -105,7 +105,7 @@ def _plan(
     items, spans, rows, seq_lens, row_pages, row_sink_end, row_history_end,
     table_row, count, batch, BATCH: tl.constexpr, ITEMS: tl.constexpr, BF16_PAGE: tl.constexpr, TURN: tl.constexpr,
 ):  # fmt: skip
-    """Divides the whole batch in every program, which is faster than a launch, and writes the program's items."""
+    """Writes the program's items; every program divides the whole batch, which is faster than a separate launch."""
     r = tl.arange(0, BATCH)
     _, _, begin, end, tiles = _segments(r, rows, seq_lens, row_sink_end, row_history_end, batch)
     work = (end - begin) * HISTORY_COST + tiles * BF16_PAGE
@@ -151,7 +151,7 @@ def _plan(
 
 @triton.jit
 def load_item(items, index):
-    """Loads the ``Item`` of that index."""
+    """Loads the ``Item`` with an index."""
     return Item(*load_fields(items + index * FIELDS, ITEM_FIELDS))
 
 
@@ -172,11 +172,11 @@ def _segments(request, rows, seq_lens, row_sink_end, row_history_end, batch):
 
 @triton.jit
 def _pages(work, history, TURN: tl.constexpr):
-    """Returns how many history pages come before that much work: whole iterations, or all."""
+    """Returns how many history pages come before some amount of work: those of whole iterations, or all."""
     return tl.where(work >= history * HISTORY_COST, history, work // (TURN * HISTORY_COST) * TURN)
 
 
 @triton.jit
 def _tiles(work, history, tiles, BF16_PAGE: tl.constexpr):
-    """Returns how many BF16 tiles come before that much work."""
+    """Returns how many BF16 tiles come before some amount of work."""
     return tl.minimum(tl.maximum(work - history * HISTORY_COST, 0) // BF16_PAGE, tiles)
