@@ -81,8 +81,8 @@ class DecodeLaunch:
     def items(self, batch: int, programs: int, sms: int) -> int:
         """Returns the number of items of a plan for ``batch`` requests, ``programs`` programs each.
 
-        The items fill whole waves: the fewest of which a batch of equal requests keeps the share ``BUSY`` busy, or the
-        best of the eight smallest numbers of waves.
+        The items fill whole waves: the fewest at which a batch of equal requests keeps ``BUSY`` of the programs busy,
+        or the best of the eight smallest numbers.
         """
         wave = max(sms * self.programs_per_sm // programs, 1)
         least = -(-batch // wave)
@@ -239,8 +239,8 @@ def decode(
     """Computes partial results of every item.
 
     The drafts of a chunk, if there are any, count as further query heads of each KV head. q_heads below is then
-    ``kv_heads * of_chunk * gqa_group``; a KV head's heads are ordered by draft. q has ``B * chunks`` tokens, and results
-    are ``[items, chunks * q_heads]``.
+    ``kv_heads * of_chunk * gqa_group``; a KV head's heads are ordered by draft. q has ``B * chunks`` tokens, and
+    results are ``[items, chunks * q_heads]``.
 
     Args:
         out: float32 ``[items, q_heads, D]``; rows of unused items stay untouched.

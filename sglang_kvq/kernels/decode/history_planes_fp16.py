@@ -148,7 +148,7 @@ def _has_int8_keys(shape):
 
 @triton.constexpr_function
 def has_words(shape):
-    """Tells if a token's bytes of a plane of K fill a product when read two at a time."""
+    """Tells if a plane of K has enough bytes per token to fill a product when they are read two at a time."""
     return shape.JP >= 32
 
 
@@ -261,7 +261,7 @@ def _query_tile(
     CODES: tl.constexpr,
     SHAPE: tl.constexpr,
 ):
-    """Multiplies elements j of the field's plane by ``factor``; divides by what the codes' bit position multiplies."""
+    """Multiplies elements j of the field's plane by ``factor``, divided by the weight of the codes' lowest bit."""
     PLANE: tl.constexpr = plane_of(CODES, CELL, FIELD)
     x = _query_plane(q, j, PLANE, SHAPE) * 0.5 ** lies(CODES, PLANE)
     if whole_of(CODES, PLANE) >= 0:

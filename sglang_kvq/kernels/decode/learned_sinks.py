@@ -16,7 +16,7 @@ _ELEMENTS = 4096  # elements of a program
 
 
 def scale_by_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> None:
-    """Scales ``out`` in place.
+    """Applies learned sinks to ``out``, in place.
 
     Args:
         out: BF16 ``[T, q_heads, D]``, contiguous.

@@ -80,13 +80,13 @@ def split_work(
     row_history_end: torch.Tensor,
     costs: WorkCosts,
 ) -> None:
-    """Fills ``items`` and ``spans``.
+    """Divides a batch into items: fills ``items`` and ``spans``.
 
     Args:
         items: int32 ``[n, FIELDS]``, n at least the batch: an ``Item`` each.
         spans: int32 ``[batch, 2]``: each request's first item and number of items.
         rows, seq_lens: int ``[batch]``; the tables are ``PagePool``'s.
-        costs: of the launch that reads the items.
+        costs: costs of work in the launch that reads the items.
     """
     count, batch = len(items), len(rows)
     start_kernel(

@@ -69,7 +69,7 @@ def have_risen(x, always):
 
 @triton.jit
 def raised(x, begins, AXIS: tl.constexpr):
-    """Returns how far a rescaling raises the maximum to which scores are relative; in an item's first, it may fall."""
+    """Returns how far a rescaling raises the maximum to which scores are relative; an item's first may lower it."""
     return tl.maximum(tl.max(x, AXIS) - _WEIGHT_LOG2, tl.where(begins, NEVER, 0.0))
 
 

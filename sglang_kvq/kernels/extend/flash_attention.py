@@ -23,10 +23,10 @@ class Tile(NamedTuple):
     """A tile's int32 fields in the plan, in this order.
 
     Attributes:
-        row: its first query row; rows: their number.
-        stored: its first stored key in the slab; stored_keys: their number.
+        row: the tile's first query row; rows: number of its query rows.
+        stored: its request's first stored key in the slab; stored_keys: number of these keys.
         new: its request's first new key.
-        position: its first query, counted within its request.
+        position: index of its first query within the request.
     """
 
     row: int
@@ -76,7 +76,7 @@ def flash_attention(
     last: bool,
     sinks: torch.Tensor | None = None,
 ) -> None:
-    """Attends to one slab.
+    """Attends to one slab of stored keys, and in the last launch to the new tokens.
 
     Args:
         out: BF16 ``[T, q_heads, D]``, contiguous, written by the last launch.

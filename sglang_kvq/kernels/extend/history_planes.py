@@ -274,7 +274,7 @@ def _pairs(words, PLAIN: tl.constexpr):
         )
 
 
-#: Selector of PTX's prmt.b32, with zero as its second word: moves the lowest byte up by 2^16 and clears the others.
+#: Selector of PTX's prmt.b32, with zero as its second word: moves the lowest byte up by 16 bits and clears the others.
 _SELECTOR = tl.constexpr(0x4044)
 
 

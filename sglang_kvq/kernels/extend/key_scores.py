@@ -57,7 +57,7 @@ def splits_of(prompt: int, q_heads: int, kv_heads: int, past: int, sms: int, lau
 
 
 def past_lse(lse: torch.Tensor, q: torch.Tensor, k: torch.Tensor, scale: float, *, launch: ScoreLaunch) -> None:
-    """Runs the first pass.
+    """Runs the first pass: computes each query's log-sum-exp over each range of past keys.
 
     Args:
         lse: float32 ``[splits, P, q_heads]``, contiguous, of each split's range of keys.
@@ -90,7 +90,7 @@ def merged(lse: torch.Tensor) -> torch.Tensor:
 def raise_scores(
     values: torch.Tensor, q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor, scale: float, *, launch: ScoreLaunch
 ) -> None:
-    """Runs the second pass.
+    """Runs the second pass: raises keys' scores to the highest attention of any query.
 
     Args:
         values: float32 ``[kv_heads, n]``, last axis contiguous, raised where a key's score is higher.
@@ -170,13 +170,13 @@ def _raise_scores(
 
 @triton.jit
 def _place(n, head, SHAPE: tl.constexpr):
-    """Returns the place in [P, q_heads] of query n of a KV head, heads within tokens."""
+    """Returns the index in [P, q_heads] of a KV head's query n; queries are ordered by token, then by head."""
     return n // SHAPE.GQA_GROUP * SHAPE.Q_HEADS + head * SHAPE.GQA_GROUP + n % SHAPE.GQA_GROUP
 
 
 @triton.jit
 def _queries(q, n, queries, head, SHAPE: tl.constexpr):
-    """Loads BF16 [n, DP]; zeros for missing queries."""
+    """Loads a KV head's queries n, BF16 [n, DP]; zeros for missing ones."""
     dim = tl.arange(0, SHAPE.DP)
     token, q_head = n // SHAPE.GQA_GROUP, head * SHAPE.GQA_GROUP + n % SHAPE.GQA_GROUP
     address = q.data + token.to(tl.int64) * q.token + q_head * q.head
@@ -186,7 +186,7 @@ def _queries(q, n, queries, head, SHAPE: tl.constexpr):
 
 @triton.jit
 def _keys(k, first, past, SHAPE: tl.constexpr, KEYS: tl.constexpr, MASKED: tl.constexpr):
-    """Loads BF16 [KEYS, DP] from the first on; with MASKED, zeros for missing keys."""
+    """Loads keys from ``first`` on, BF16 [KEYS, DP]; with MASKED, zeros for missing ones."""
     key, dim = first + tl.arange(0, KEYS), tl.arange(0, SHAPE.DP)
     address = (k.data + key.to(tl.int64) * k.token)[:, None] + dim[None, :]
     inside = (dim < SHAPE.D)[None, :]

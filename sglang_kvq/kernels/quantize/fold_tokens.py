@@ -155,7 +155,7 @@ def _value_pairs(out, records, step, source_pages, chosen, START: tl.constexpr, 
 
 @triton.jit
 def _value_bits(out, records, step, source_pages, chosen, START: tl.constexpr, SHAPE: tl.constexpr):
-    """Moves one bit of each element at START, [D / 2, PAGE / 4]; a byte's upper four are of dims from D / 2 on."""
+    """Moves one bit of each element at START, [D / 2, PAGE / 4]; a byte's upper four bits are of dims D / 2 on."""
     DIMS: tl.constexpr = SHAPE.DP // 2
     dim, i = tl.arange(0, DIMS)[:, None], tl.arange(0, PAGE // 4)[None, :]
     inside = dim < SHAPE.D // 2

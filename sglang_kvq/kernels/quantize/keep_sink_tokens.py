@@ -74,8 +74,8 @@ def restore_pages(
     """Fills the BF16 pages of pages int ``[n]``, 0 for none, from records of the layers of one store.
 
     records: uint8 ``[m, pages + 1, kv_heads, record.bytes]`` of layers ``layers`` int64 ``[m]``; page_slot: int32
-    ``[pages + 1]``; sink_entry, sink_cache: ``SinkTokenCache.entry`` and ``tokens``. A page's token 0
-    comes from ``sink_cache`` if the page has an entry.
+    ``[pages + 1]``; sink_entry, sink_cache: ``SinkTokenCache.entry`` and ``tokens``. A page's token 0 comes from
+    ``sink_cache`` if the page has an entry.
     """
     m, kv_heads, d = records.shape[0], records.shape[2], bf16_pages.shape[-1]
     fast = is_two_bit(record, d)

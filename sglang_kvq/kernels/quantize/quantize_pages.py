@@ -120,7 +120,7 @@ def _quantize_slots(
     records, layer_ids, ranks, bf16_pages, slots, pages, count, record_layer, bf16_page_layer, bf16_page_slot, layers,
     RECORD: tl.constexpr, SHAPE: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """Shares the items of count * layers pages among the programs."""
+    """Divides the items of count * layers pages among the programs."""
     D: tl.constexpr = SHAPE.D
     KV_HEADS: tl.constexpr = SHAPE.KV_HEADS
     items = tl.load(count).to(tl.int32) * layers * (KV_HEADS * PARTS)
@@ -265,7 +265,7 @@ def _plane_means(
 
 @triton.jit
 def _quantize_values(v, v_token, record, rank, part, CODES: tl.constexpr, SHAPE: tl.constexpr, PACKED: tl.constexpr):
-    """Quantizes TOKENS values, TOKENS / 4 bytes of every dim: row (n, i) is the token that is plane n of byte i."""
+    """Quantizes TOKENS tokens' values, TOKENS / 4 bytes per dim: row (n, i) is the token in plane n of byte i."""
     BYTES: tl.constexpr = TOKENS // 4
     row = tl.arange(0, TOKENS)
     token = row // BYTES * (PAGE // 4) + part * BYTES + row % BYTES

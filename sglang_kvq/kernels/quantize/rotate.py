@@ -32,7 +32,7 @@ class Store(NamedTuple):
     """Destination of keys and values.
 
     Attributes:
-        bf16_pages: one layer's, BF16 ``[slots + 1, 2, kv_heads, PAGE_SIZE, D]``; slot: elements from slot to slot.
+        bf16_pages: those of one layer, BF16 ``[slots + 1, 2, kv_heads, PAGE_SIZE, D]``; slot: elements from slot to slot.
         places, page_slot: tables of ``PagePool``.
         loc: int ``[T]``, SGLang's locations.
     """
@@ -59,12 +59,12 @@ def rotate(
         x: q ``[T, q_heads, D]``, k and v ``[T, kv_heads, D]``, BF16; only the last axis must be contiguous.
         rotations: for each, ``split_rotation``'s result for this layer, ``[2, kv_heads or 1, D, D]``, or None for the
             identity.
-        store: where rotated keys and values are stored, and then only there (but see ``keep``). Those of a page without
-            a BF16 copy go to slot 0.
+        store: destination of keys and values, which are written only there unless ``keep``. Those of a page without a
+            BF16 copy go to slot 0.
         overlap: an early start loads rotations and looks up destinations before the previous launch has ended. The next
             launch starts with this one.
         mean: subtracted from rotated keys, float32 ``[kv_heads or 1, D]``, contiguous; None for nothing.
-        keep: True to also return the rotated keys and values that are stored, and to skip pages without a BF16 copy.
+        keep: with ``store``, True to also return the rotated keys and values, and to skip pages without a BF16 copy.
         space: contiguous tensors for the results; None, or a tensor of another shape, for a new one.
 
     Returns:

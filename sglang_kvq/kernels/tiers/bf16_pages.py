@@ -81,7 +81,7 @@ def _give(
         if takes > 0:
             keys, slots = t.keys + first_slot, t.slot_count - first_slot
             key = bisect(keys, slots, takes, least, most, SLOTS)
-            equals = takes - count_below(keys, slots, key, SLOTS)  # to take of those with this key: the first
+            equals = takes - count_below(keys, slots, key, SLOTS)  # so many slots with this key are taken
             quantized, lost = _exchange(t, key, equals, step, first_slot, WINDOW, SLOTS)
             if WINDOW.SINK_CACHE:
                 tl.debug_barrier()

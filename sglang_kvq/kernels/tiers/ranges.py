@@ -23,8 +23,8 @@ def set_ranges(
     """Sets ranges like ``TierManager._set_ranges``; appends pages to be quantized to the list.
 
     rows, prefix_lens, seq_lens: int ``[batch]``. Requests of a prefill read ``prefix_lens`` tokens, and those with one
-    new token ``seq_lens``. If ``prefix_lens`` is None, all read ``seq_lens``. max_len: upper bound of what they read.
-    step: of the plan.
+    new token ``seq_lens``. If ``prefix_lens`` is None, all read ``seq_lens``. max_len: upper bound of these numbers.
+    step: number of the plan.
     """
     pages = triton.cdiv(max_len, PAGE.value)
     grid = (len(rows), max(1, triton.cdiv(pages, _PAGES)))

@@ -66,7 +66,7 @@ def _key_entries(t, step, BLOCK: tl.constexpr):
         has_bf16_page = tl.load(t.page_slot + page, mask=page > 0, other=0) > 0
         key = tl.where(page == 0, _FREE, tl.where(has_bf16_page, _UNUSED, _UNUSED + 1 + stamp))
         may = inside & ((page == 0) | (stamp != step))
-        may &= tl.load(t.claims + entry, mask=inside, other=0) >= claim_of(1 << 31, step)  # not claimed now
+        may &= tl.load(t.claims + entry, mask=inside, other=0) >= claim_of(1 << 31, step)  # not claimed in this step
         tl.store(t.first_keys + entry, tl.where(may, key, NEVER), mask=entry < t.first_count)
         least = tl.where(may, tl.minimum(least, key), least)
         most = tl.where(may, tl.maximum(most, key), most)
