@@ -32,7 +32,7 @@ class Store(NamedTuple):
     """Destination of keys and values.
 
     Attributes:
-        bf16_pages: those of one layer, BF16 ``[slots + 1, 2, kv_heads, PAGE_SIZE, D]``; slot: elements from slot to slot.
+        bf16_pages: BF16 ``[slots + 1, 2, kv_heads, PAGE_SIZE, D]``, of one layer; slot: elements from slot to slot.
         places, page_slot: tables of ``PagePool``.
         loc: int ``[T]``, SGLang's locations.
     """
