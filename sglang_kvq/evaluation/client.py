@@ -28,7 +28,7 @@ class RequestRefused(KVQuantError):
 
 @dataclass(frozen=True)
 class Answer:
-    """Generated text; ``complete`` is False if the token limit cut it off, after ``tokens`` of them."""
+    """Generated text of ``tokens`` tokens; ``complete`` is False if the token limit cut it off."""
 
     text: str
     complete: bool

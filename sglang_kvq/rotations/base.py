@@ -34,7 +34,7 @@ class RotationMeta:
     Attributes:
         objective: the criterion that chose R, see ``rotations.calibration.run``.
         base_model, revision: the model they were calibrated on.
-        model: the identity fields of its config, see ``rotations.identity``.
+        model: the identity fields of that model's config, see ``rotations.identity``.
         clip_k, clip_v: the clip quantiles that measured best: one for all layers, or a tuple with one per layer.
         corpus: the calibration text, and the part of it that was used.
         tokens: number of calibration tokens.
@@ -42,8 +42,8 @@ class RotationMeta:
         sensitivity: ``{"k": {"2": [...], "4": [...]}, "v": {...}}``: per layer, the model's loss when only this layer's
             keys (values) are quantized at that many bits.
         sensitivity_unit: unit of the sensitivities.
-        importance: ``{"k": [...], "v": [...]}``: per layer, nats per token that the model's output moves for each unit
-            of the transform coder's squared error (``rotations.maths.transform``).
+        importance: ``{"k": [...], "v": [...]}``: per layer, the divergence of the model's output, in nats per token,
+            for each unit of the transform coder's squared error (``rotations.maths.transform``).
         errors: ``{"k": [...], "v": [...]}``: per layer, calibration's relative error of the attention output at the
             chosen clip ratios.
         source: the folder or hub repo they were loaded from.

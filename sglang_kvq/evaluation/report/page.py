@@ -55,7 +55,7 @@ def page(files: Sequence[Path], target: Path) -> str:
     """Returns a page of reports and maps (``accuracy_*.json``, ``precise_*.json``) that shows the plots next to them.
 
     Raises:
-        KVQuantError: a file is neither.
+        KVQuantError: a file is neither a report nor a map.
     """
     models: dict[str, list[str]] = {}
     for path in sorted(files, key=lambda path: not path.name.startswith("precise_")):

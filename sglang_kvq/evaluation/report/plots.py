@@ -1,4 +1,4 @@
-"""Draws the report's plots. Only this module needs matplotlib (the ``eval`` extra)."""
+"""Draws the report's plots. This needs matplotlib (the ``eval`` extra); the rest of ``kvq eval`` does not."""
 
 from __future__ import annotations
 
@@ -79,9 +79,11 @@ def family_of(method: str) -> Family:
 def draw(content: dict[str, Any], path: Path, with_map: bool = True) -> list[Path] | None:
     """Draws the plots that a report or map has values for, next to ``path``, its JSON file.
 
-    Returns the plots' paths, or None without matplotlib.
     Args:
         with_map: False for a report whose model has a map file, which shows the same plot.
+
+    Returns:
+        The plots' paths; None without matplotlib.
     """
     try:
         import matplotlib

@@ -7,7 +7,7 @@ under a seccomp filter. CPU time, address space, file sizes, processes and open 
 the namespace's first process is killed, and the kernel ends all others with it.
 
 layout.py lists the root's content, filter.py the refused system calls, and child.py sets the sandbox up.
-docs/sandbox.md says which mechanism is used on which machines.
+docs/sandbox.md says which mechanisms are used with which rights.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Limits:
     Attributes:
         cpu_seconds, memory_bytes: per process (RLIMIT_CPU, RLIMIT_AS).
         wall_seconds: for all processes together; larger than the CPU limit, because programs share the CPU.
-        processes: processes and threads (RLIMIT_NPROC), if the program has a user of its own.
+        processes: processes and threads (RLIMIT_NPROC); applies only if the program has a user of its own.
         file_bytes: per file, printed output included (RLIMIT_FSIZE).
         disk_bytes: total size of /tmp.
     """
@@ -66,7 +66,7 @@ class Verdict:
     reason: str = ""
 
 
-#: The sandbox counts as closed if this program passes in it.
+#: A sandbox in which this program passes is closed.
 _PROBE = f"""
 import os, socket, time
 seen = sorted(os.listdir("/dev") + os.listdir("/proc") + os.listdir("/proc/self"))

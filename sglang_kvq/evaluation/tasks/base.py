@@ -24,7 +24,7 @@ class Outcome:
     """The measurement of one task on one server.
 
     Attributes:
-        value, se: the task's headline and its standard error (None from a single sample).
+        value, se: the task's main value and its standard error (None from a single sample).
         n: number of independent samples: contexts, problems.
         row: columns of the accuracy table.
         details: further plain values that a reader may want, per length or item.
@@ -41,7 +41,7 @@ class Outcome:
 
 @dataclass
 class Bench:
-    """Resources that a run lends its tasks.
+    """Resources that a run gives to its tasks.
 
     Attributes:
         material: texts, contexts and reference distributions, shared by all methods of an output folder.

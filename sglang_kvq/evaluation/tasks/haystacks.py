@@ -35,6 +35,7 @@ VALUES, CHAIN = 4, 5
 @dataclass(frozen=True)
 class Haystack:
     """One text with its question and answer.
+
     Attributes:
         text: the text to read.
         question: the question to a chat model after the text.

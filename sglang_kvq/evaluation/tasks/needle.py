@@ -1,4 +1,4 @@
-"""Needle in a haystack: a random number hidden in filler text and asked for at its end, by length and depth."""
+"""Needle in a haystack: filler text hides a random number and ends with a question for it, by length and depth."""
 
 from __future__ import annotations
 

@@ -18,7 +18,8 @@ logger = logging.getLogger(__name__)
 
 #: ``hook(layer, q, k, v, scale)`` with q ``[q_heads, T, D]``, k and v ``[kv_heads, T, D]`` of one sequence; returns the
 #: attention output ``[q_heads, T, D]`` to use, or None for plain causal attention. ``layer`` counts the layers that the
-#: cache holds (``identity.cached_layers``), from 0. If every fourth layer has full attention, the model's eighth is 1.
+#: cache holds (``identity.cached_layers``), from 0. If only every fourth layer has full attention, the model's eighth
+#: layer has number 1.
 AttentionHook = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, float], "torch.Tensor | None"]
 
 _NAME = "kvq_capture"

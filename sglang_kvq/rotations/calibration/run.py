@@ -105,7 +105,8 @@ def calibrate(
             moments = attended_moments(q, k, v, scale, sink=settings.sink, recent=settings.recent)
             sums.add_moments(layer, moments)
 
-    run.through("moments", [0] * len(contexts), 1, add, sums.state)  # position 0; the rest follows from it
+    # All contexts begin at position 0; ``averaged`` computes the moments at other positions from these.
+    run.through("moments", [0] * len(contexts), 1, add, sums.state)
     progress("rotations", 0, 1)
     if weights is not None:
         moments = averaged(sums, model.config, settings, len(contexts))

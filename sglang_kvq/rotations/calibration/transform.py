@@ -39,8 +39,9 @@ def output_weights(model: Any, ids: torch.Tensor) -> torch.Tensor:
     """Returns the weights W of errors in values.
 
     An error e of a value that gets all attention changes the residual stream by a vector of squared length e W eᵀ.
-    W is float64 ``[layers, kv_heads, D, D]`` on the CPU: for W_h the columns of a layer's output projection that belong
-    to query head h, the sum of W_hᵀ W_h over the query heads that read a KV head.
+
+    W is float64 ``[layers, kv_heads, D, D]`` on the CPU. Let W_h be the columns of a layer's output projection that
+    belong to query head h. W is the sum of W_hᵀ W_h over the query heads that read a KV head.
     """
     heads = identity(model.config)["num_attention_heads"]
     layers, kv_heads, head_dim = geometry_of(model.config)
@@ -130,7 +131,7 @@ def transform_rotations(moments: Moments, weights: torch.Tensor, meta: RotationM
 
 
 def _whitened(basis: Basis) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the matrix for coded rows, which gives channels variance 1, and that for their readers: float32."""
+    """Returns the matrix for coded rows, which gives channels variance 1, and that for queries or outputs: float32."""
     sigma = basis.energies.sqrt()
     return (basis.encode / sigma[..., None, :]).float(), (basis.decode * sigma[..., :, None]).mT.float()
 

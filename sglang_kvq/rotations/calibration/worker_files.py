@@ -23,6 +23,7 @@ from sglang_kvq.rotations.maths.moments import MomentSums
 @dataclass(frozen=True)
 class Worker:
     """Heads and layers of the model that a worker holds; ``rank`` is its number among ``size`` that share the heads.
+
     It holds ``layers`` of the model's ``identity.cached_layers``, from the index ``first_layer`` on.
     """
 

@@ -73,6 +73,7 @@ class HeldOut:
 @dataclass(frozen=True)
 class Measured:
     """Measurements of one method at one width.
+
     Attributes:
         budget: value of --kv-quant-bits; None for the method's only width.
         bits: allocated bits per element of a page without BF16 copy, everything counted.
@@ -109,7 +110,7 @@ class BudgetDivergence:
 
     @cached_property
     def recommended(self) -> float | None:
-        """The recommended budget (the module's docstring has the rule); None if not even the largest is within it."""
+        """The recommended budget, by the rule in the module's docstring; None if not even the largest is acceptable."""
         found = None
         for row in sorted(self.budgets, key=lambda row: row.bits, reverse=True):
             if not row.kl + row.kl_error <= self.limit:
@@ -143,7 +144,7 @@ def measure_held_out(
 
 
 def held_out_starts(tokens: int, settings: CalibrationSettings, held_out: HeldOut) -> list[int]:
-    """Returns where contexts begin that calibration does not draw, spread over the corpus."""
+    """Returns the indices where held-out contexts begin, which calibration does not draw, spread over the corpus."""
     drawn = draw_contexts(torch.arange(tokens), settings)
     begins = [0, *(drawn[:, -1] + 1).tolist()]
     room = []

@@ -1,6 +1,6 @@
 """Predicts transform coding's error at each budget, and compares it with the least error that any code could reach.
 
-In the model of ``maths.transform``, a channel of energy e in a layer of importance a costs a e d nats at distortion d.
+In the model of ``maths.transform``, a channel of energy e in a layer of importance a costs a·e·d nats at distortion d.
 Reverse water-filling over all channels of all layers, keys and values together, gives a lower bound at R bits per
 element, for independent Gaussian channels.
 """

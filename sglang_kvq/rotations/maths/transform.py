@@ -43,7 +43,7 @@ PATTERNS: tuple[Widths, ...] = tuple(
 
 @dataclass(frozen=True)
 class Basis:
-    """The coding basis of keys or values, float64: rows times ``encode`` are in it; ``decode`` is the inverse.
+    """The coding basis of keys or values, float64: ``encode`` takes rows into it, ``decode`` is its inverse.
 
     ``energies`` ``[..., D]`` are the channels' variances, descending, in units of the weighted squared error.
     """

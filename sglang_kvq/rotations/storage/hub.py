@@ -208,7 +208,7 @@ def _check_registry(location: HubLocation, names: tuple[str, ...]) -> None:
 
 
 def _explained(error: KVQuantError, location: HubLocation, listing: _Listing) -> KVQuantError:
-    """Adds to the error for a folder that was not found why the search may have missed it."""
+    """Extends the error for a folder that was not found with reasons why the search may have missed it."""
     text, entry = str(error), published_at(location)
     if listing.error is not None:
         text = f"{text} The hub cannot be reached ({_reason(listing.error)}); only {listing.snapshot} was looked at."
