@@ -148,7 +148,7 @@ def clustered(sums: Sequence[float], counts: Sequence[float]) -> tuple[float, fl
 def paired_difference(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float | None]:
     """Returns the mean of ``ours - theirs``, item by item, and its standard error.
 
-    The error is smaller than that of two separate means.
+    If the two vary together, the error is smaller than that of two separate means.
 
     Raises:
         ValueError: there are no items, or not equally many.
