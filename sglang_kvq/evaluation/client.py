@@ -14,7 +14,7 @@ import httpx
 
 from sglang_kvq.errors import KVQuantError
 
-#: Status codes after which a request is sent again: the connection to the server failed, and no request changes state.
+#: Status codes of a failed connection. The request is sent again, which is safe because no request changes state.
 _AGAIN = (502, 503, 504)
 
 
@@ -28,7 +28,7 @@ class RequestRefused(KVQuantError):
 
 @dataclass(frozen=True)
 class Answer:
-    """Generated text; ``complete`` is False if the token limit cut it off, after ``tokens`` of them."""
+    """Generated text of ``tokens`` tokens; ``complete`` is False if the token limit cut it off."""
 
     text: str
     complete: bool
@@ -44,7 +44,7 @@ class ServerFacts:
         context_length: most tokens of prompt and answer together.
         capacity: tokens that the KV cache holds.
         chunk: ``--chunked-prefill-size``; None if prompts are not chunked.
-        kv_quant: the plugin's part; None for a server without ``--kv-quant``.
+        kv_quant: the plugin's part of ``/server_info``; None for a server without ``--kv-quant``.
     """
 
     version: str
@@ -77,7 +77,7 @@ class ServerFacts:
     @property
     def room(self) -> int:
         """Maximum number of tokens of one request."""
-        # The page of a request's last token may have to be allocated whole.
+        # A request's last token may need a whole page.
         return min(self.context_length, self.capacity - 64)
 
 
@@ -173,7 +173,7 @@ class Client:
     # -- generation, greedy -------------------------------------------------------------------------------
 
     def chat(self, messages: str | list[dict[str, str]], max_tokens: int) -> Answer:
-        """Answers a conversation, or one message."""
+        """Sends a conversation, or one message, and returns the model's answer."""
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
         body = {"model": "default", "messages": messages, "temperature": 0, "max_tokens": max_tokens}
@@ -188,7 +188,7 @@ class Client:
     # -- tokens and log-probabilities ---------------------------------------------------------------------
 
     def cache(self, ids: list[int]) -> None:
-        """Reads a prompt, so that the server's cache holds it for the next one that begins with it."""
+        """Has the server compute a prompt, so that its cache holds the prompt for requests that begin with it."""
         sampling = {"temperature": 0, "max_new_tokens": 1, "ignore_eos": True}
         self.request("/generate", {"input_ids": ids, "sampling_params": sampling})
 

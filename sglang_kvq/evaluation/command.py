@@ -14,7 +14,7 @@ from typer.core import TyperCommand
 from sglang_kvq.evaluation.tasks import KINDS, TASK_NAMES
 from sglang_kvq.interruption import exit_status, terminable
 
-#: Options that take several words, as a shell makes them of ``*``.
+#: Options that take several words, such as those to which a shell expands ``*``.
 SEVERAL = ("--map", "--report", "--text")
 
 EPILOG = """
@@ -37,7 +37,7 @@ Words after -- go to every server that is started. The same `kvq eval` resumes w
 
 
 class Style(str, Enum):
-    """Ways to ask a model."""
+    """Forms of a prompt."""
 
     auto = "auto"
     chat = "chat"
@@ -45,7 +45,7 @@ class Style(str, Enum):
 
 
 class Words(TyperCommand):
-    """Repeats an option of ``SEVERAL`` before each of its words; keeps all words in ``ctx.obj``."""
+    """Command class that repeats an option of ``SEVERAL`` before each of its words; keeps all words in ``ctx.obj``."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:  # click's context, or that of typer's copy of click
         ctx.obj = list(args)

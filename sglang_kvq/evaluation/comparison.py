@@ -43,7 +43,7 @@ from sglang_kvq.evaluation.tasks.mathematics import MathTask
 from sglang_kvq.evaluation.tasks.needle import NeedleTask
 from sglang_kvq.evaluation.tasks.retrieval import RetrievalTask
 
-#: The least values of numbers that no task looks at before it runs.
+#: Least values of numeric options that no task checks before it runs.
 LEAST = {
     "parallel": 1,
     "concurrency": 1,
@@ -161,7 +161,7 @@ def _numbers(flag: str, words: str) -> tuple[int, ...]:
 
 
 def _file(path: Path | None, otherwise: str) -> Path:
-    """Returns a file that a task requires, or raises ``otherwise``."""
+    """Returns ``path``, a file that a task requires; if it is None, raises an error with the text ``otherwise``."""
     if path is None:
         raise KVQuantError(otherwise)
     return path
@@ -234,7 +234,7 @@ def specs_of(options: SimpleNamespace, tasks: list[Task], flags: list[str]) -> l
 
 
 def launch_of(options: SimpleNamespace, flags: list[str]) -> Launch:
-    """Returns how servers are started.
+    """Returns the settings for starting servers.
 
     Raises:
         KVQuantError: a GPU is empty or repeated, or a quote does not end.
@@ -260,7 +260,7 @@ def launch_of(options: SimpleNamespace, flags: list[str]) -> Launch:
 
 
 def write_map(options: SimpleNamespace, command: list[str]) -> int:
-    """Runs ``--map``: writes the JSON file and, with matplotlib, its plot; prints its table."""
+    """Runs ``--map``: writes the JSON file and, if matplotlib is installed, its plot; prints its table."""
     path = options.out
     model = path.stem.removeprefix("precise_")
     if path.is_dir() or path.suffix != ".json" or model in ("", path.stem):
@@ -273,7 +273,7 @@ def write_map(options: SimpleNamespace, command: list[str]) -> int:
 
 
 def _draw(content: dict[str, Any], path: Path, *others: Path) -> None:
-    """Draws the plots of a result file, with matplotlib, and names all files that were written."""
+    """Draws a result file's plots if matplotlib is installed, and prints the paths of all files that were written."""
     drawn = plots.draw(content, path)
     for written in (path, *others, *(drawn or [])):
         print(f"written: {written}", file=sys.stderr)
@@ -282,7 +282,7 @@ def _draw(content: dict[str, Any], path: Path, *others: Path) -> None:
 
 
 def write_page(options: SimpleNamespace) -> int:
-    """Runs ``--report``: draws plots next to the files, with matplotlib, then writes the page."""
+    """Runs ``--report``: draws plots next to the files if matplotlib is installed, then writes the page."""
     if options.out.is_dir() or options.out.suffix != ".md":
         raise KVQuantError(f"--out {options.out}: with --report, the page to write, such as docs/results/accuracy.md.")
     contents = {path: read(path) for path in options.report}

@@ -1,4 +1,4 @@
-"""JSON files, written whole or not at all, and short names for what is in them."""
+"""Reads JSON files, writes files whole or not at all, and makes short names from JSON values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Data that all methods of an output folder share: tokenised text and the reference's distributions."""
+"""Data that all methods of an output folder share: tokenized text and the reference's distributions."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ class Material:
     Args:
         folder: created when something is stored.
         model: the model's name, which keeps different models' arrays apart.
-        tokeniser: folder or hub name of the model's tokeniser; None asks the server.
+        tokeniser: folder or hub name of the model's tokenizer; None: that of the server's model, or the server itself.
     """
 
     def __init__(self, folder: Path, model: str, tokeniser: str | None = None) -> None:
         self.folder, self.model, self.tokeniser = folder, model, tokeniser
         self._lock = threading.Lock()
         self._loaded: Any = None
-        #: Set once the reference's distributions are stored, or cannot be.
+        #: Set once the reference's distributions are stored, or once it is known that they cannot be.
         self.reference_settled = threading.Event()
         self.reference_problem = ""
 
@@ -61,15 +61,15 @@ class Material:
         return self._kept("tokens", key, lambda: self._tokenise(text(), client))
 
     def begin_token(self, client: Client) -> list[int]:
-        """Returns the tokens that the tokeniser puts before a text: Llama's BOS, or none."""
-        # Some tokenisers also add an end token, which must not precede a text.
+        """Returns the tokens that the tokenizer puts before a text: Llama's BOS, or none."""
+        # Some tokenizers also add an end token, which must not precede a text.
         ids = self._kept(
             "begin", None, lambda: self._load_tokeniser(client)("", add_special_tokens=True)["input_ids"][:1]
         )
         return [int(token) for token in ids]
 
     def _kept(self, kind: str, key: Any, make: Callable[[], list[int]]) -> np.ndarray:
-        """Returns stored ids, or makes and stores them."""
+        """Returns the stored ids; calls ``make`` and stores its result if there are none."""
         with self._lock:
             arrays = self.load(kind, key)
             if arrays is None:
@@ -90,7 +90,7 @@ class Material:
         return list(self._load_tokeniser(client)(text, add_special_tokens=False, verbose=False)["input_ids"])
 
     def _load_tokeniser(self, client: Client) -> Any:
-        """Returns the model's tokeniser, loaded once; uses the server's over HTTP if it is not on this machine."""
+        """Returns the model's tokenizer, loaded once; uses the server's over HTTP if it is not on this machine."""
         if self._loaded is None:
             name = self.tokeniser or client.facts.model_path
             try:
@@ -102,7 +102,7 @@ class Material:
                     reason = (str(error).splitlines() or ["?"])[0]
                     raise KVQuantError(f"--tokenizer {name}: transformers cannot load it ({reason}).") from error
                 self._loaded = _ServerTokeniser
-        # The client of the current server: the first one may be gone.
+        # Each call uses the current server's client, because the first server may have stopped.
         return self._loaded(client) if self._loaded is _ServerTokeniser else self._loaded
 
     # -- the reference ------------------------------------------------------------------------------------
@@ -115,7 +115,7 @@ class Material:
 
 
 class _ServerTokeniser:
-    """Answers a tokeniser's two calls through a server."""
+    """A tokenizer whose two calls are answered by a server."""
 
     def __init__(self, client: Client) -> None:
         self.client = client

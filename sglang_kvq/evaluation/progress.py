@@ -1,4 +1,4 @@
-"""Progress of a run on stderr: on a terminal a bar per method, elsewhere lines, one every ``EVERY`` seconds."""
+"""Shows progress of a run on stderr: a bar per method on a terminal, elsewhere a line every ``EVERY`` seconds."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-#: Seconds between two lines on what each method does, where there are no bars.
+#: Seconds between two lines about a method's activity, if there are no bars.
 EVERY = 30.0
 
 

@@ -1,4 +1,4 @@
-"""Origin of a result: commit, device, versions and command, in the same form for every recorded figure."""
+"""Records the origin of a result: commit, device, versions and command, in one form for all recorded figures."""
 
 from __future__ import annotations
 

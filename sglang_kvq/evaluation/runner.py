@@ -1,4 +1,4 @@
-"""Runs tasks on servers, its own or given ones, and stores every result as soon as it is measured."""
+"""Runs tasks on servers that it starts or is given, and stores every result as soon as it is measured."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Runner:
     Args:
         tasks: in execution order.
         material: shared by all methods.
-        failures: filled by the run: one line per method or task that gave no value.
+        failures: one line per method or task that gave no value; the run adds them.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Runner:
         """Starts each method's server, measures what is missing, and stops it. A failure does not affect the others.
 
         Raises:
-            KVQuantError: before anything starts: existing results have other settings.
+            KVQuantError: existing results have other settings; raised before anything starts.
         """
         jobs = []
         # The reference comes last: its distributions are needed again only if another method is still to be compared.
@@ -143,7 +143,7 @@ class Runner:
         more: dict[str, Any] | None = None,
         is_reference: bool = False,
     ) -> None:
-        """Runs tasks on a running server. Records a task's failure and goes on with the others."""
+        """Runs tasks on a running server. If a task fails, records this and continues with the others."""
         client = Client(url, timeout=self.timeout)
         facts = client.facts
         known = {name: value for name, value in (more or {}).items() if value is not None}
@@ -162,7 +162,7 @@ class Runner:
                 retries = client.retries
                 outcome = task.run(client, bench)
                 retries = client.retries - retries
-            except Exception as error:  # any error is recorded, and the other tasks and methods go on
+            except Exception as error:  # any error is recorded, and the other tasks and methods continue
                 if self._stop.is_set():
                     return
                 message = provenance.without_paths(str(error) if isinstance(error, KVQuantError) else repr(error))
@@ -180,7 +180,7 @@ class Runner:
                 self.display.say(f"{label}: {task.name}: {warning}")
 
     def record_reference(self, task: ReferenceTask, client: Client, bench: Bench) -> None:
-        """Stores what other methods are compared with; releases the waiting methods even if it fails."""
+        """Stores the reference for other methods; releases the methods that wait for it, even after a failure."""
         try:
             task.record_reference(client, bench)
         except BaseException as error:
@@ -197,7 +197,7 @@ class Runner:
         return next(ready, 0)
 
     def finished(self, slug: str, identity: dict[str, Any], task: Task) -> bool:
-        """Returns whether a task was measured with these settings; raises as ``Store.finished``."""
+        """Returns whether a task was measured with these settings; raises the errors of ``Store.finished``."""
         return self.store.finished(slug, task.name, {**identity, "task": task.identity()})
 
     def _server_failed(self, spec: MethodSpec, reason: str, log: str) -> None:
@@ -213,7 +213,7 @@ class Runner:
 
 
 def _sees_cache(task: Task, spec: MethodSpec) -> bool:
-    """Returns whether a spec's chunks suit a task; the server checks again, because flags can change them."""
+    """Returns whether a spec's chunks suit a task. Flags can change them, so the task checks the server again."""
     return not isinstance(task, ReferenceTask) or spec.fits(task.largest_chunk)
 
 

@@ -48,7 +48,7 @@ class Launch:
         return {**spec.identity(), "flags": [provenance.without_paths(word) for word in self._shared(spec)]}
 
     def _shared(self, spec: MethodSpec) -> tuple[str, ...]:
-        """Returns the flags that are not the spec's own."""
+        """Returns the flags that the spec does not set itself."""
         return (*self.flags, *(self.plain_flags if spec.method in ("none", "fp8") else ()))
 
 
@@ -58,7 +58,7 @@ class EvaluatedServer(ServerProcess):
     Args:
         log: file for its output; its folder is the server's working folder.
         stopped: called twice a second while it starts; True aborts the start.
-        gpu: the GPU that it sees, as CUDA_VISIBLE_DEVICES names it; empty: all.
+        gpu: the GPU that the server sees, as CUDA_VISIBLE_DEVICES names it; empty: all.
     """
 
     more_time = " (--start-timeout)"
@@ -70,7 +70,7 @@ class EvaluatedServer(ServerProcess):
             words[0] = sys.executable
         port = free_port()
         where = ("--host", "127.0.0.1", "--port", str(port))
-        # Servers that start at the same time would look for a free port together, and find the same one.
+        # Servers that look for a free port at the same time would find the same one.
         meeting = ("--nccl-port", str(free_port())) if gpu and not names(flags, "--nccl-port") else ()
         env: Mapping[str, str] = {"CUDA_VISIBLE_DEVICES": gpu} if gpu else {}
         # The server runs in another folder, so relative paths must become absolute.
@@ -79,7 +79,7 @@ class EvaluatedServer(ServerProcess):
 
     @property
     def is_ours(self) -> bool:
-        """True if it runs in this interpreter, and so with these versions of packages."""
+        """True if the server runs in this interpreter, and so with the same versions of packages."""
         return self.command[0] == sys.executable
 
     def while_starting(self, passed: float) -> None:

@@ -1,4 +1,4 @@
-"""Method specs: the entries of ``--methods``, and the server flags that each stands for."""
+"""Method specs: the entries of ``--methods``, and the server flags that each of them means."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from sglang_kvq.evaluation.files import digest
 FP8 = {"": "fp8_e4m3", "e4m3": "fp8_e4m3", "e5m2": "fp8_e5m2"}
 REFERENCE = "none"
 CHUNK_FLAG = "--chunked-prefill-size"
-#: In small chunks most of a prompt attends to stored keys and values, which is what tasks measure.
+#: Default chunk size. In small chunks, most of a prompt attends to stored keys and values, whose effect tasks measure.
 CHUNK = 128
-#: In larger chunks too much of a prompt attends to itself: its log-probabilities would not show the cache.
+#: In larger chunks, too much of a prompt attends to its own chunk, so its log-probabilities would not show the cache.
 LARGEST_CHUNK = 256
-#: Set to 0, so that prompts read what answers read: records up to the window.
+#: This flag is set to 0, so that prompts read records up to the window, as answers do.
 PREFILL_FLAG = "--kv-quant-prefill-window"
-#: Stands for SGLang's own chunk size.
+#: The word for SGLang's own choice of chunk size.
 OWN_CHUNK = "own"
 _CHUNK_SUFFIX = re.compile(rf"#({OWN_CHUNK}|\d+)$")
 
@@ -56,11 +56,11 @@ class MethodSpec:
 
     @property
     def is_reference(self) -> bool:
-        """True if others are compared with its log-probabilities: BF16, in small chunks like theirs."""
+        """True for BF16 in small chunks: other specs are compared with its log-probabilities."""
         return self.method == REFERENCE and not self.extra and self.fits(LARGEST_CHUNK)
 
     def fits(self, largest_chunk: int) -> bool:
-        """Returns whether the spec's chunks are at most that large; False if the spec does not say."""
+        """Returns whether the spec's chunk size is at most ``largest_chunk``; False for SGLang's own choice."""
         return self.chunk is not None and self.chunk <= largest_chunk
 
     def chunk_flags(self, others: Sequence[str]) -> list[str]:
@@ -80,7 +80,7 @@ class MethodSpec:
 
     @property
     def flags(self) -> list[str]:
-        """Server flags of this method, to follow those that all methods share."""
+        """Server flags of this method; they follow the flags that all methods share."""
         if self.method == REFERENCE:
             return list(self.extra)
         if self.method == "fp8":
@@ -218,7 +218,7 @@ def _rotation_digest(location: str) -> str | None:
     if path.is_file():
         return digest(path.read_bytes().hex())
     config = _rotation_config(location)
-    if "sha256" in config:  # of the rotations
+    if "sha256" in config:  # the hash of the rotations
         return digest(config)
     files = [file for file in sorted(path.glob("*")) if file.is_file()]
     return digest([[file.name, hashlib.sha256(file.read_bytes()).hexdigest()] for file in files] or location)

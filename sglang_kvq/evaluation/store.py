@@ -29,10 +29,10 @@ class Store:
         return self.folder / "runs" / slug
 
     def finished(self, slug: str, task: str, identity: dict[str, Any]) -> bool:
-        """Returns whether this was measured with exactly these settings.
+        """Returns whether a method's task was measured with exactly these settings.
 
         Raises:
-            KVQuantError: it was measured with others, and ``overwrite`` is False.
+            KVQuantError: it was measured with other settings, and ``overwrite`` is False.
         """
         path = self.runs(slug) / f"{task}.json"
         if not path.exists():

@@ -1,4 +1,4 @@
-"""Rotations of a whole model with their checks, and the slice that one worker needs."""
+"""Rotations of a whole model, their checks, and the slice of them that one worker needs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ORTHOGONALITY_TOLERANCE = 1e-3
 #: Tensors that rotations for transform coding have besides k, v and q. Other rotations have none of them.
 TRANSFORM_TENSORS = ("o", "k_mean", "k_energies", "v_energies")
 
-#: Shapes: a tensor has the layers, heads and head_dim of another, matrices also its last dimension.
+#: Each tensor must have the layers, heads and head_dim of this other tensor; a matrix also its last dimension.
 _LIKE = dict(q="k", o="v", k_eigenvalues="k", v_eigenvalues="v", k_mean="k", k_energies="k", v_energies="v")
 
 #: Accepted clip quantiles, the same range as for ``--kv-quant-clip-k``.
@@ -34,7 +34,7 @@ class RotationMeta:
     Attributes:
         objective: the criterion that chose R, see ``rotations.calibration.run``.
         base_model, revision: the model they were calibrated on.
-        model: the identity fields of its config, see ``rotations.identity``.
+        model: the identity fields of that model's config, see ``rotations.identity``.
         clip_k, clip_v: the clip quantiles that measured best: one for all layers, or a tuple with one per layer.
         corpus: the calibration text, and the part of it that was used.
         tokens: number of calibration tokens.
@@ -42,12 +42,12 @@ class RotationMeta:
         sensitivity: ``{"k": {"2": [...], "4": [...]}, "v": {...}}``: per layer, the model's loss when only this layer's
             keys (values) are quantized at that many bits.
         sensitivity_unit: unit of the sensitivities.
-        importance: ``{"k": [...], "v": [...]}``: per layer, nats per token that the model's output moves for each unit
-            of the transform coder's squared error (``rotations.maths.transform``).
+        importance: ``{"k": [...], "v": [...]}``: per layer, the divergence of the model's output, in nats per token,
+            for each unit of the transform coder's squared error (``rotations.maths.transform``).
         errors: ``{"k": [...], "v": [...]}``: per layer, calibration's relative error of the attention output at the
             chosen clip ratios.
         source: the folder or hub repo they were loaded from.
-        sha256: of the file they were loaded from; of the published pair, of K's and V's behind each other.
+        sha256: hash of the file they were loaded from; for a published pair, of the K file followed by the V file.
         files: sha256 of each file that was read, by name.
     """
 
@@ -81,8 +81,8 @@ class Rotations:
     Attributes:
         k, v: float32 ``[layers, heads, D, D]``; heads is 1 (shared by a layer's heads) or the model's KV heads, not
             necessarily the same for both. v is orthogonal if o is None, and k if q is None.
-        q: like k, multiplies queries; q kᵀ = 1 keeps scores unchanged. None: k.
-        o: like v; its transpose returns attention's outputs to the model's basis, with o vᵀ = 1. None: v.
+        q: like k, but multiplies queries; q kᵀ = 1 keeps scores unchanged. None: k multiplies queries too.
+        o: like v; its transpose returns attention's outputs to the model's basis, with o vᵀ = 1. None: v does this.
         k_mean: float32 ``[layers, heads, D]``, subtracted from keys before they are multiplied by k. It shifts all
             scores of a query equally, so attention does not change. None: subtract nothing.
         k_energies, v_energies: float32 ``[layers, heads, D]``, descending: the cost of an error of one standard
@@ -106,7 +106,7 @@ class Rotations:
 
     @property
     def is_transform(self) -> bool:
-        """True if they are for transform coding, which no other method can use."""
+        """True if the rotations are for transform coding; no other method can then use them."""
         return self.k_energies is not None
 
     @property
@@ -154,13 +154,13 @@ class Rotations:
         )
 
     def whole(self) -> LayerRotations:
-        """Returns the rotations of all layers, and of all heads, or of one where heads share them."""
+        """Returns the rotations of all layers and heads; of one head if heads share both keys' and values'."""
         layers, heads = len(self.k), max(self.k.shape[1], self.v.shape[1])
         return self.for_worker(range(layers), heads, 0, heads)
 
 
 def _rows_times(rows: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
-    """Multiplies rows ``[..., D]`` by matrices ``[..., D, D]`` in float64: means far exceed what remains of keys."""
+    """Multiplies rows ``[..., D]`` by matrices ``[..., D, D]``, in float64: means far exceed keys minus their mean."""
     return (rows.double().unsqueeze(-2) @ matrices.double()).squeeze(-2).float()
 
 
@@ -168,8 +168,8 @@ def check_rotations(rotations: Rotations, *, layers: int, kv_heads: int, head_di
     """Refuses rotations that do not fit the model, are not orthonormal, or would change attention.
 
     Raises:
-        KVQuantError: other layers, heads or head_dim; NaN or infinity; |R^T R - I|, or with a matrix that undoes it
-            |R_q R_k^T - I| and |R_o R_v^T - I|, above ``ORTHOGONALITY_TOLERANCE``; of transform coding also a missing
+        KVQuantError: other layers, heads or head_dim; NaN or infinity; |R R^T - I|, or, if q or o is given,
+            |R_q R_k^T - I| or |R_o R_v^T - I|, above ``ORTHOGONALITY_TOLERANCE``; for transform coding also a missing
             part, energies that do not fall, or no importance; measurements that are not one per layer, or out of range.
     """
     where = rotations.meta.source or "rotations"
@@ -225,14 +225,14 @@ def check_rotations(rotations: Rotations, *, layers: int, kv_heads: int, head_di
 
 
 def _refuse_head(where: str, name: str, wrong: torch.Tensor, problem: str) -> None:
-    """Raises an error about the first head that is wrong, by a mask bool ``[layers, heads]``."""
+    """Raises an error about the first head that ``wrong``, bool ``[layers, heads]``, marks; passes if there is none."""
     if wrong.any():
         layer, head = wrong.nonzero()[0].tolist()
         raise KVQuantError(f"{where}: {name} of layer {layer}, head {head} {problem}")
 
 
 def _check_meta(meta: RotationMeta, *, layers: int) -> None:
-    """Refuses measurements that are not one for each layer, and clip quantiles and importances out of range."""
+    """Refuses measurements without one value for each layer, and clip quantiles and importances out of range."""
     where, (low, high) = meta.source or "rotations", CLIP_RANGE
     fix = f"recreate the folder with `kvq calibrate{' MODEL --composition transform' * (meta.importance is not None)}`."
     lists: dict[str, Any] = {

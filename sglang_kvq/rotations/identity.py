@@ -1,4 +1,4 @@
-"""Geometry and identity of a model, read from its config, to match it with rotations."""
+"""Reads a model's geometry and identity from its config, to match the model with rotations."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ class Geometry(NamedTuple):
 
 
 class LayerNumbers(NamedTuple):
-    """The numbers that a model gives its layers: those of ``cached_layers``, and how many layers it has in all."""
+    """A model's own numbers of its ``cached_layers``, and the total number of its layers."""
 
     cached: tuple[int, ...]
     total: int
 
 
 def layer_numbers(hf_config: Any) -> LayerNumbers:
-    """Reads it from a transformers config or its dict."""
+    """Returns the layer numbers of a transformers config or its dict."""
     cached = cached_layers(hf_config)
     return LayerNumbers(cached, max(_getter(hf_config)("num_hidden_layers") or 0, *(i + 1 for i in cached), 0))
 
@@ -60,12 +60,12 @@ def cached_layers(hf_config: Any) -> tuple[int, ...]:
     kinds = get("layer_types") or get("layers_block_type")
     if kinds:
         return tuple(i for i, kind in zip(layers, kinds) if kind not in UNCACHED_LAYER_TYPES)
-    interval = get("full_attention_interval") or 1  # the layers between are linear
+    interval = get("full_attention_interval") or 1  # the layers between have linear attention
     return tuple(i for i in layers if (i + 1) % interval == 0)
 
 
 def unapplied_window(hf_config: Any) -> int | None:
-    """The tokens of a ``sliding_window`` that a config names and SGLang does not apply; None if there is none.
+    """Returns the length in tokens of a config's ``sliding_window`` that SGLang does not apply; None if there is none.
 
     SGLang gives a window to the layers that ``layer_types`` calls ``sliding_attention``, and to no others: Mistral 7B
     v0.1, Phi-3, Phi-4 mini and StarCoder 2 attend to all tokens in every layer. Such models are served, and so

@@ -53,7 +53,7 @@ def resolve_rotations(config: KVQuantConfig, model_path: str, hf_config: Any) ->
 
 
 def locate_rotations(config: KVQuantConfig, model_path: str, hf_config: Any) -> str:
-    """The location of a method's learned rotations for a model: ``--kv-quant-rotations``, or those known for it."""
+    """Returns where a method's learned rotations for a model are: ``--kv-quant-rotations``, or those known for it."""
     if config.rotations is not None:
         return with_folder(config.rotations, model_path)
     return find_rotations(model_path, hf_config, transform=get_method(config.method).planes)
@@ -144,7 +144,7 @@ def plane_formats(rotations: Rotations, bits: float) -> tuple[PlaneFormat, ...]:
 
 
 def coding_parts(rotations: Rotations) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Energies ``[layers, heads, D]`` and importances, float64 ``[layers]``, of keys and of values."""
+    """Returns energies ``[layers, heads, D]`` and importances, float64 ``[layers]``, of keys, then of values."""
     importance, k, v = rotations.meta.importance, rotations.k_energies, rotations.v_energies
     if k is None or v is None or importance is None:
         raise ValueError("planes are for rotations of transform coding")

@@ -1,4 +1,4 @@
-"""Results as Markdown: the table of a report or map, and the page of several."""
+"""Formats results as Markdown: the tables of one report or map, and the page of several."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def page(files: Sequence[Path], target: Path) -> str:
     """Returns a page of reports and maps (``accuracy_*.json``, ``precise_*.json``) that shows the plots next to them.
 
     Raises:
-        KVQuantError: a file is neither.
+        KVQuantError: a file is neither a report nor a map.
     """
     models: dict[str, list[str]] = {}
     for path in sorted(files, key=lambda path: not path.name.startswith("precise_")):
@@ -90,7 +90,7 @@ def section(content: dict[str, Any], plots: Sequence[str] = ()) -> str:
         if found
     ]
     origins = {row["spec"]: _origin(row) for row in rows if row["calibration"] not in (None, "fixed", "none")}
-    origins = {} if is_map(content) else origins  # a map's are in its rows
+    origins = {} if is_map(content) else origins  # the rows of a map's file name them
     commands = "\n".join(f"    {command}" for command in content["command"].split("; "))
     origin_lines = "\n".join(f"- `{spec}`: rotations: {origin}" for spec, origin in origins.items())
     parts = [
@@ -153,7 +153,7 @@ def lengths(rows: Sequence[Row], columns: Sequence[tuple[str, Cell]], by: str = 
     """Returns a table of the answers' lengths, for the tasks that generate; empty if no row has any.
 
     A cell has the mean tokens of an answer ± standard error, its difference from BF16 paired by problem, and the share
-    of answers that the limit cut off. Of several calibrations it has their mean.
+    of answers that the limit cut off. For several calibrations, it has only their means.
     """
     found = {column: [row for row in select(rows, *column) if row["tokens"] is not None] for column in columns}
     found = {column: of for column, of in found.items() if of}
@@ -198,7 +198,7 @@ def _heading(task: str, cell: Cell, short_title: bool) -> str:
 
 
 def _value(point: Point | None, task: str, best: bool) -> str:
-    """Formats score ± standard error, then in brackets the number of calibrations or the difference from BF16."""
+    """Formats score ± standard error, and in brackets the difference from BF16 or the number of calibrations."""
     if point is None:
         return ""
     factor, form = (1, ".2f" if task == "perplexity" else ".4f") if task in LOWER_IS_BETTER else (100, ".1f")
@@ -211,7 +211,7 @@ def _value(point: Point | None, task: str, best: bool) -> str:
 
 
 def _how(content: dict[str, Any], chosen: dict[str, Cell]) -> str:
-    """Describes the measurement from the settings and the header."""
+    """Describes the measurement in words, from the file's settings and header."""
     settings, words = content["settings"], []
     if kl := settings.get("kl"):
         texts = ", ".join(text["file"] for text in kl["texts"])

@@ -1,4 +1,4 @@
-"""The report's plots. Needs matplotlib (the ``eval`` extra); everything else works without it."""
+"""Draws the report's plots. This needs matplotlib (the ``eval`` extra); the rest of ``kvq eval`` does not."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from sglang_kvq.evaluation.report.rows import (
 from sglang_kvq.evaluation.tasks.base import short
 
 MISSING = "no plots: matplotlib is not installed (pip install 'sglang-kvq[eval]'); later: kvq eval --report FILE"
-#: Eight inches make 800 pixels of a page; twice as many dots for fine screens.
+#: A plot's width in inches, and dots per inch. A page shows it in 800 pixels; the other dots are for fine screens.
 WIDTH, DOTS = 8.0, 160
 ACROSS = 3
-#: The least range of an axis: bits, percent, and the factor of a logarithmic one. Less would show noise as a trend.
+#: Least range of an axis in bits, in percent, and as a factor on a logarithmic axis. Less would show noise as a trend.
 LEAST_BITS, LEAST_PERCENT, LEAST_FACTOR = 2.0, 20.0, 10.0
 
 
@@ -38,8 +38,8 @@ class Family:
 
     Attributes:
         name: text in the legend.
-        color, marker: matplotlib's, unique to the family.
-        labelled: True if its points are different methods, each labelled, and not one method at several widths.
+        color, marker: in matplotlib's notation; unique to the family.
+        labelled: True if the points are different methods and get labels, False for one method at several widths.
     """
 
     name: str
@@ -65,7 +65,7 @@ REFERENCES = {"none": ("BF16", "#000000", ":"), "fp8": ("FP8", "#000000", "--")}
 
 
 def family_of(method: str) -> Family:
-    """Returns the family of a quantized method, named as by ``specs.method_of``.
+    """Returns the family of a quantized method, given its name from ``specs.method_of``.
 
     ``oscar:auto:2.6`` is in ``oscar auto``; a name from ``--name`` is in ``other``.
     """
@@ -77,10 +77,13 @@ def family_of(method: str) -> Family:
 
 
 def draw(content: dict[str, Any], path: Path, with_map: bool = True) -> list[Path] | None:
-    """Draws the plots that a report or map has values for, next to ``path`` (its JSON file); None without matplotlib.
+    """Draws the plots that a report or map has values for, next to ``path``, its JSON file.
 
     Args:
         with_map: False for a report whose model has a map file, which shows the same plot.
+
+    Returns:
+        The plots' paths; None without matplotlib.
     """
     try:
         import matplotlib
@@ -96,8 +99,8 @@ def draw(content: dict[str, Any], path: Path, with_map: bool = True) -> list[Pat
 def panels(rows: Sequence[Row]) -> list[tuple[str, Cell]]:
     """Returns the tasks that a map shows, each in its representative context and chunk size; KL comes first.
 
-    Top-1 agreement and perplexity say the same as KL and are only in the table. A task without a quantized method is
-    left out.
+    Top-1 agreement and perplexity show the same as KL, so they are only in the table. A task that no quantized method
+    measured is left out.
     """
     tasks = [task for task in TASKS if task not in ("top1", "perplexity")]
     chosen = [(task, cell) for task in tasks if (cell := representative(rows, task)) is not None]
@@ -139,7 +142,7 @@ def _map(content: dict[str, Any], target: Path) -> Path | None:
 
 
 def panel(axes: Any, rows: Sequence[Row], task: str) -> dict[str, Any]:
-    """Plots one task; returns the handles of its legend by name."""
+    """Plots one task; returns its legend's handles by name."""
     logarithmic = task in LOWER_IS_BETTER
     factor = 1.0 if logarithmic else 100.0
     legend: dict[str, Any] = {}
@@ -172,7 +175,7 @@ def panel(axes: Any, rows: Sequence[Row], task: str) -> dict[str, Any]:
 
 
 def _widen(axes: Any, logarithmic: bool) -> None:
-    """Gives few or nearly equal values axes of the least range, in the middle; percentages stay within 0 and 100."""
+    """Widens axes below the least range, with the values in their middle; percentages stay within 0 and 100."""
     axes.autoscale_view()  # limits are computed only when something requests them
     low, high = axes.get_xlim()
     missing = max(0.0, LEAST_BITS - (high - low)) / 2
@@ -183,7 +186,7 @@ def _widen(axes: Any, logarithmic: bool) -> None:
         axes.set_ylim(low / missing, high * missing)
     elif high - low < LEAST_PERCENT:
         low = min(max((low + high - LEAST_PERCENT) / 2, 0.0), 100 - LEAST_PERCENT)
-        axes.set_ylim(low - 2, low + LEAST_PERCENT + 2)  # what lies on the edge is drawn whole
+        axes.set_ylim(low - 2, low + LEAST_PERCENT + 2)  # markers on the edge are drawn whole
 
 
 def _series(axes: Any, family: Family, found: Sequence[Point], factor: float, logarithmic: bool) -> Any:
@@ -232,7 +235,7 @@ def _label(axes: Any, family: Family, found: Sequence[Point], factor: float) -> 
 
 
 def _needles(report: dict[str, Any], target: Path) -> Path | None:
-    """Plots the share of needles found, by length and depth, a panel per method."""
+    """Plots the share of needles found, by length and depth, with a panel per method."""
     from matplotlib import pyplot
 
     rows = [row for row in report["rows"] if row.get("needle_grid")]

@@ -1,4 +1,4 @@
-"""Result files: ``accuracy_<model>.json`` of an output folder, ``precise_<model>.json`` of several sources."""
+"""Makes result files: ``accuracy_<model>.json`` of an output folder, ``precise_<model>.json`` of several sources."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ def collect(store: Store, model: str, command: Sequence[str] = ()) -> dict[str, 
     settings = _common_settings(methods)
     references = {_label(files): files for files in methods.values() if method_of(_label(files)) == REFERENCE}
     rows = [_row(slug, files, references) for slug, files in methods.items()]
-    # The unquantized one first, then by size; a method that failed to start has no bits and comes last.
+    # By descending bits, so BF16 comes first; a method that failed to start has no bits and comes last.
     worst = float("inf")
     rows.sort(key=lambda row: (-(row["allocated_bits"] or 0), worst if row["kl"] is None else row["kl"], row["method"]))
     servers = [files["server"] for files in methods.values() if "server" in files]
     devices = sorted({server["device_name"] for server in servers if "device_name" in server})
     content = provenance.header(f"accuracy_{model}", command, ", ".join(devices) or "unknown")
     measured = [file for files in methods.values() for name, file in files.items() if name in TASK_NAMES]
-    if measured:  # describes the measurements, not the command that wrote the report
+    if measured:  # the header describes the measurements, not the command that wrote the report
         content["commit"] = ", ".join(sorted({file["commit"] for file in measured}))
         content["dirty"] = any(file["dirty"] for file in measured)
     if not command:
@@ -72,7 +72,7 @@ def collect(store: Store, model: str, command: Sequence[str] = ()) -> dict[str, 
 
 
 def _common_settings(methods: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Returns, per task, the settings of all methods, which must be equal for a column to mean anything."""
+    """Returns each task's settings, which must be equal for all methods, or its column would compare nothing."""
     settings: dict[str, Any] = {}
     for slug, files in methods.items():
         for task in TASK_NAMES:
@@ -110,7 +110,7 @@ def _row(slug: str, files: dict[str, Any], references: dict[str, dict[str, Any]]
 
 
 def _reference(task: str, label: str, references: dict[str, dict[str, Any]]) -> dict[str, Any] | None:
-    """Returns BF16's result of a task: with the same chunks, or else others, which only change BF16's rounding."""
+    """Returns BF16's result of a task, with the same chunk size if there is one; others only change its rounding."""
     suffix = label.removeprefix(spec_of(label)) if " " not in label else ""
     found = [references[name] for name in (f"{REFERENCE}{suffix}", *sorted(references)) if name in references]
     return next((files[task] for files in found if task in files), None)
@@ -159,7 +159,7 @@ def collect_map(sources: Sequence[Path], model: str, command: Sequence[str]) -> 
     if not rows:
         raise KVQuantError(f"{', '.join(map(str, sources))}: nothing measured in it.")
     header = provenance.header(f"precise_{model}", command, _joined(content["device"] for content in contents))
-    # Describes the measurements, not the command that wrote this file.
+    # The header describes the measurements, not only the command that wrote this file.
     measured = [part for content in contents for part in content["command"].split("; ")]
     header["command"] = "; ".join(dict.fromkeys([*measured, header["command"]]))
     header["commit"] = _joined(sha for content in contents for sha in content["commit"].split(", "))

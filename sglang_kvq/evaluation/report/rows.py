@@ -1,4 +1,4 @@
-"""Rows of results, one per task, context, method, calibration and chunk size, and the points that they make."""
+"""Makes rows of results, one per task, context, method, calibration and chunk size, and points from these rows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sglang_kvq.evaluation.tasks.statistics import mean_and_error
 
 #: Tasks, in the order of a table's columns.
 TASKS = ("kl", "top1", "perplexity", *KINDS, "exact_keys_nats", "needle", "humaneval", "gsm8k", "math")
-#: Tasks of separate problems, without a length of their own.
+#: Tasks of separate problems, which have no context length.
 PROBLEMS = ("humaneval", "gsm8k", "math")
 #: Tasks for which lower values are better.
 LOWER_IS_BETTER = ("kl", "perplexity", "exact_keys_nats")
@@ -27,7 +27,7 @@ COLUMNS = (
     *("tokens", "tokens_se", "tokens_difference", "tokens_difference_se", "cut", "cut_se"),
 )
 Row = dict[str, Any]
-#: Context and chunk size; None where the task, or the server, has no choice of it.
+#: Context and chunk size. None means a task without contexts, or a server that does not chunk prompts.
 Cell = tuple[int | None, int | None]
 
 
@@ -72,7 +72,7 @@ def _rows(measured: dict[str, Any], settings: dict[str, Any]) -> Iterator[Row]:
 def _columns(
     measured: dict[str, Any], settings: dict[str, Any]
 ) -> Iterator[tuple[str, int | None, dict[str, Any], str]]:
-    """Yields task, context, and where a report has the value."""
+    """Yields task, context, and the dict and column in which a report has the value."""
     for length, found in (measured.get("kl_by_length") or {}).items():
         for task, column in (("kl", "kl"), ("top1", "top1_agreement"), ("perplexity", "perplexity")):
             yield task, int(length), found, column
@@ -85,7 +85,7 @@ def _columns(
 
 
 def add_reference(rows: Sequence[Row]) -> list[Row]:
-    """Adds BF16's score where it lacks: with the same chunks, or else the nearest size, which only changes rounding."""
+    """Adds BF16's score to rows without one, from the nearest chunk size: the size changes only BF16's rounding."""
     bf16: dict[Any, dict[int | None, float]] = {}
     for row in rows:
         if row["spec"] == REFERENCE:
@@ -101,7 +101,7 @@ def add_reference(rows: Sequence[Row]) -> list[Row]:
 
 
 def _inverse(chunk: int | None) -> float:
-    """Returns a chunk size's inverse; that of a whole prompt is 0."""
+    """Returns a chunk size's inverse; 0 if prompts are not chunked."""
     return 1 / chunk if chunk else 0.0
 
 
@@ -135,7 +135,7 @@ class Point:
 
     @property
     def quantized(self) -> bool:
-        """False for what methods are compared with: BF16 and FP8."""
+        """False for BF16 and FP8, which methods are compared with."""
         return re.split(r"[: ]", self.method)[0] not in (REFERENCE, "fp8")
 
 
@@ -159,9 +159,9 @@ def _point(name: str, rows: Sequence[Row]) -> Point:
 
 
 def frontier(found: Iterable[Point], lower_is_better: bool) -> list[Point]:
-    """Returns the points that no other one matches with fewer bits or beats with as many, by their bits.
+    """Returns the points that no other point matches with fewer bits or beats with equal bits, sorted by bits.
 
-    Quality improves strictly along them. Of points equal in both, the first stays.
+    Quality improves strictly from point to point. Of points with equal bits and scores, only the first is returned.
     """
     sign = 1 if lower_is_better else -1
     best: list[Point] = []
@@ -185,8 +185,9 @@ def cells(rows: Iterable[Row], task: str) -> list[Cell]:
 def representative(rows: Sequence[Row], task: str) -> Cell | None:
     """Returns the (context, chunk) that represents a task in a plot or table; None if it was not measured.
 
-    Among the pairs with most methods it takes the smallest chunks, in which prompts read most from the cache. Of these
-    it takes the longest context in which BF16 reaches half of its best score: where BF16 fails, methods cannot differ.
+    Among the pairs with most methods, those with the smallest chunks are chosen, because prompts then read most from
+    the cache. Among these, the longest context is chosen in which BF16 reaches half of its best score: if BF16 fails,
+    methods cannot differ.
     """
     found = {cell: select(rows, task, cell) for cell in cells(rows, task)}
     if not found:

@@ -1,13 +1,13 @@
 """Runs generated programs in a sandbox and returns whether they passed.
 
-One program is one process tree in new PID, network, mount and IPC namespaces. Its root holds only the interpreter, the
+Each program is a process tree in new PID, network, mount and IPC namespaces. Its root holds only the interpreter, the
 standard library and shared libraries, all read-only, /dev/null and /dev/urandom, and an empty /tmp of bounded size. It
 has no other files, processes, network, sockets, environment variables, input or capabilities. It runs as ``python -I``
 under a seccomp filter. CPU time, address space, file sizes, processes and open files are limited. When the time is up,
 the namespace's first process is killed, and the kernel ends all others with it.
 
 layout.py lists the root's content, filter.py the refused system calls, and child.py sets the sandbox up.
-docs/evaluation.md says where which mechanism is used.
+docs/sandbox.md says which mechanisms are used with which rights.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from sglang_kvq.evaluation.sandbox.filter import instructions
 
 _CHILD = Path(__file__).with_name("child.py")
 _LAYOUT = Path(__file__).with_name("layout.py")
-#: The child's exit code if the sandbox could not be set up: nothing of the program has run.
+#: The child's exit code if the sandbox could not be set up; the program has not run.
 _NOT_CLOSED = 97
-#: User ids that belong to no account (systemd lends out the same range). Each program gets its own, so limits on a
-#: user's processes count only that program's.
+#: User ids that belong to no account (systemd lends out the same range). Each program gets its own user id, so a limit
+#: on a user's processes counts only that program's.
 _UIDS = range(61184, 65519)
 
 
@@ -45,7 +45,7 @@ class Limits:
     Attributes:
         cpu_seconds, memory_bytes: per process (RLIMIT_CPU, RLIMIT_AS).
         wall_seconds: for all processes together; larger than the CPU limit, because programs share the CPU.
-        processes: processes and threads (RLIMIT_NPROC), if the program has a user of its own.
+        processes: processes and threads (RLIMIT_NPROC); applies only if the program has a user of its own.
         file_bytes: per file, printed output included (RLIMIT_FSIZE).
         disk_bytes: total size of /tmp.
     """
@@ -60,13 +60,13 @@ class Limits:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The result: ``passed``, or as the reason the program's last printed line or the limit that ended it."""
+    """Result of one program. If it failed, ``reason`` is its last printed line, or the limit that ended it."""
 
     passed: bool
     reason: str = ""
 
 
-#: The sandbox counts as closed if this program passes in it.
+#: A sandbox in which this program passes is closed.
 _PROBE = f"""
 import os, socket, time
 seen = sorted(os.listdir("/dev") + os.listdir("/proc") + os.listdir("/proc/self"))
@@ -87,11 +87,11 @@ except BlockingIOError:
 
 @dataclass(frozen=True)
 class Walls:
-    """The way programs are contained on this machine.
+    """The kind of sandbox that works on this machine.
 
     Attributes:
         kind: "root" (namespaces made with root's rights), "user" (through a user namespace), or None: neither works.
-        why_not: the kinds that were tried before, and how they failed.
+        why_not: the kinds that failed, each with its error.
     """
 
     kind: str | None
@@ -100,7 +100,7 @@ class Walls:
 
 @functools.cache
 def walls() -> Walls:
-    """Returns the first kind that works on this machine, found by trying."""
+    """Returns the first kind of sandbox in which a probe program passes on this machine."""
     why_not: list[str] = []
     for kind in ("root", "user")[os.geteuid() != 0 :]:
         code, output = _start(_PROBE, Limits(), kind)
@@ -141,7 +141,7 @@ _SETTINGS = {
 
 
 def _fix() -> str:
-    """Returns the advice that lets this machine make namespaces."""
+    """Returns advice on how to allow namespaces on this machine."""
     for name, (closed, opened) in _SETTINGS.items():
         path = Path("/proc/sys", *name.split("."))
         if path.exists() and path.read_text(encoding="utf-8").strip() == closed:
@@ -157,9 +157,9 @@ def _fix() -> str:
 
 
 def run(program: str, limits: Limits = Limits()) -> Verdict:
-    """Runs a Python program; it passed if it reached its end.
+    """Runs a Python program and returns whether it reached its end.
 
-    A line that the program prints at its very end proves this; exit status 0 alone would not.
+    A random line printed at its very end proves this. Exit status 0 does not, because a program may exit early.
     """
     token = secrets.token_hex(16)
     program = f"{program}\n\nimport os as _os\n_os.write(1, b'\\n{token}')\n"
@@ -178,7 +178,7 @@ def run(program: str, limits: Limits = Limits()) -> Verdict:
 
 @functools.cache
 def _layout() -> dict[str, Any]:
-    """Returns the content of a program's root (layout.py), for the interpreter behind a virtual environment."""
+    """Runs layout.py in the interpreter behind the virtual environment; returns the content of a program's root."""
     interpreter = os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable)
     command = [interpreter, "-I", "-S", str(_LAYOUT)]
     done = subprocess.run(command, capture_output=True, text=True, env={"PATH": os.defpath}, stdin=subprocess.DEVNULL)
@@ -192,7 +192,7 @@ def _layout() -> dict[str, Any]:
 
 
 def _start(program: str, limits: Limits, kind: str | None) -> tuple[int | None, str]:
-    """Runs a program; returns its exit status (None: out of time) and the end of its output."""
+    """Runs a program; returns its exit status (None if its time ran out) and the end of its output."""
     layout = _layout()
     order = {
         **layout,
@@ -211,7 +211,7 @@ def _start(program: str, limits: Limits, kind: str | None) -> tuple[int | None, 
             # namespace.
             "NPROC": limits.processes if kind else None,
             "NOFILE": 64,
-            # 0 would still run the machine's core handler; 1 prevents even that.
+            # With a limit of 0, the machine's core handler would still run; 1 prevents this.
             "CORE": 1,
         },
     }

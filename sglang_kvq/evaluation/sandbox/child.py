@@ -1,4 +1,4 @@
-"""Sets up the sandbox from inside, then becomes the program. Run as a script; imports nothing of the package.
+"""Sets up the sandbox from inside, then becomes the program. Run as a script; imports nothing from this package.
 
 Reads one JSON object from stdin:
 
@@ -38,7 +38,7 @@ SECCOMP_MODE_FILTER = 2
 NOT_CLOSED = 97
 #: Some Python builds (for an old C library) seed their hashes only from urandom and do not start without it.
 DEVICES = ("/dev/null", "/dev/urandom")
-#: Resources by their names in the order, set in this sequence.
+#: Resources by their names in the JSON object's ``limits``; limits are set in this sequence.
 LIMITS = {
     "CPU": resource.RLIMIT_CPU,
     "AS": resource.RLIMIT_AS,
@@ -101,14 +101,14 @@ def is_mapped(kind: str, number: int) -> bool:
 
 
 def write_maps(pid: "int | str", users: str, groups: str) -> None:
-    """Writes each map in one write, with lines "inside outside count"."""
+    """Writes a process's maps of users and groups, each in one write, with lines "inside outside count"."""
     write(f"/proc/{pid}/gid_map", groups)
     write(f"/proc/{pid}/uid_map", users)
 
 
 @contextlib.contextmanager
 def by_another_process(work: "Callable[[int], None]") -> "Iterator[None]":
-    """Runs ``work(this process's id)`` at the end, in a child that stays in the present namespaces."""
+    """Runs ``work(id of this process)`` when the block ends, in a child process that stays in the old namespaces."""
     me, (reader, writer) = os.getpid(), os.pipe()
     helper = os.fork()
     if helper == 0:

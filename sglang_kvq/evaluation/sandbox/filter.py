@@ -1,6 +1,7 @@
-"""The sandbox's second wall: a seccomp filter (classic BPF) of the system calls that programs may not make.
+"""Builds the sandbox's seccomp filter (classic BPF), which refuses system calls that programs may not make.
 
-The first wall leaves nothing that these calls could reach. This one also holds if the kernel's code for them is flawed.
+Namespaces and the closed root already leave nothing that these calls could reach. The filter also protects if the
+kernel's code for these calls is flawed.
 """
 
 from __future__ import annotations
@@ -9,11 +10,11 @@ import os
 
 from sglang_kvq.errors import KVQuantError
 
-#: AUDIT_ARCH_* constants, and the index into the numbers below.
+#: Each machine's AUDIT_ARCH_* constant, and its index into the numbers of ``_REFUSED``.
 _MACHINES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
 #: System calls refused with EPERM: numbers on x86_64 and aarch64 (one if they agree).
 _REFUSED = {
-    # sockets of any family; a datagram pair may send to a path, so pairs too
+    # sockets of any family, and socket pairs, because a datagram pair may send to a path
     "socket": (41, 198),
     "socketpair": (53, 199),
     # other processes
@@ -38,7 +39,7 @@ _REFUSED = {
     "open_tree_attr": (467,),
     "name_to_handle_at": (303, 264),
     "open_by_handle_at": (304, 265),
-    # keys, which no namespace separates
+    # kernel keys, which no namespace separates
     "add_key": (248, 217),
     "request_key": (249, 218),
     "keyctl": (250, 219),
@@ -82,7 +83,7 @@ def instructions(machine: str | None = None) -> list[tuple[int, int, int, int]]:
     architecture, column = _MACHINES[machine]
     filter_ = [(_LOAD, 0, 0, _ARCHITECTURE), (_EQUAL, 1, 0, architecture), (_RETURN, 0, 0, _KILL)]
     filter_ += [(_LOAD, 0, 0, _NUMBER)]
-    if machine == "x86_64":  # the same calls under other numbers
+    if machine == "x86_64":  # x32 has the same calls under other numbers
         filter_ += _answer(_AT_LEAST, _X32, _ENOSYS)
     for numbers in _REFUSED.values():
         filter_ += _answer(_EQUAL, numbers[column % len(numbers)], _EPERM)
@@ -93,5 +94,5 @@ def instructions(machine: str | None = None) -> list[tuple[int, int, int, int]]:
 
 
 def _answer(test: int, value: int, result: int) -> list[tuple[int, int, int, int]]:
-    """Returns instructions that end with ``result`` if the test holds, else go on."""
+    """Returns instructions that end the filter with ``result`` if the test holds, and continue otherwise."""
     return [(test, 0, 1, value), (_RETURN, 0, 0, result)]

@@ -3,8 +3,8 @@
 It imports only the standard library and prints one JSON object:
 
     interpreter: its path
-    binds: [source, target] of each file or folder that it reads: itself, its standard library, shared libraries
-    covered: folders in those (site-packages) that are not the standard library
+    binds: [source, target] of each file or folder that Python reads: itself, its standard library, shared libraries
+    covered: folders within ``binds`` that are not the standard library (site-packages), to be covered by empty ones
 """
 
 import contextlib
@@ -14,14 +14,14 @@ import json
 import os
 import sys
 
-#: Libraries that the standard library opens by name without linking to them; ending a thread needs the first.
+#: Libraries that are opened by name instead of linked; a thread needs libgcc_s when it ends.
 OPENED_BY_NAME = ("libgcc_s.so.1",)
 #: Extension modules that programs do not need and that load a desktop's libraries.
 LEFT_OUT = ("_tkinter", "_test", "xx")
 
 
 def shared_objects() -> "list[str]":
-    """Returns paths of everything loaded in this process, as spelt by the loader, which will search for them again."""
+    """Returns paths of all shared objects in this process, spelled as the loader will search for them again."""
 
     class Info(ctypes.Structure):
         _fields_ = [("address", ctypes.c_void_p), ("name", ctypes.c_char_p)]  # the rest is not read
@@ -50,7 +50,7 @@ def main() -> None:
     # The loader's cache lists libraries outside its standard folders.
     single = [sys.executable, *shared_objects(), *filter(os.path.exists, ["/etc/ld.so.cache"])]
     binds: list[tuple[str, str]] = []
-    # A root without symbolic links needs paths as they are spelt. A folder comes before its content.
+    # The root has no symbolic links, so paths are bound as they are spelled. A folder comes before its content.
     for target in sorted({os.path.normpath(path): path for path in library + single}.items()):
         if not any(target[0].startswith(other + "/") for _, other in binds):
             binds.append((os.path.realpath(target[1]), target[0]))

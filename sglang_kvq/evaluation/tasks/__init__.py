@@ -1,8 +1,8 @@
-"""The tasks of ``kvq eval``, each in a file of its own; those of ``haystacks.KINDS`` share one."""
+"""The tasks of ``kvq eval``. Each has its own file, except that those of ``haystacks.KINDS`` share ``retrieval``."""
 
 from sglang_kvq.evaluation.tasks.haystacks import KINDS
 
 __all__ = ["KINDS", "TASK_NAMES"]
 
-#: Names in execution order: the divergence first, because other methods wait for the reference's.
+#: Task names in execution order. The divergence is first, because other methods wait for the reference's distributions.
 TASK_NAMES = ("kl", "needle", *KINDS, "humaneval", "gsm8k", "math")

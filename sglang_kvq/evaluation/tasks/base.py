@@ -24,7 +24,7 @@ class Outcome:
     """The measurement of one task on one server.
 
     Attributes:
-        value, se: the task's headline and its standard error (None from a single sample).
+        value, se: the task's main value and its standard error (None from a single sample).
         n: number of independent samples: contexts, problems.
         row: columns of the accuracy table.
         details: further plain values that a reader may want, per length or item.
@@ -41,12 +41,12 @@ class Outcome:
 
 @dataclass
 class Bench:
-    """Resources that a run lends its tasks.
+    """Resources that a run gives to its tasks.
 
     Attributes:
         material: texts, contexts and reference distributions, shared by all methods of an output folder.
         concurrency: number of simultaneous requests per server.
-        progress: called with the number of a task's finished items, and their total.
+        progress: called with the number of a task's finished items, and the number of all its items.
     """
 
     material: Material
@@ -54,7 +54,7 @@ class Bench:
     progress: Callable[[int, int], None] = lambda done, total: None
 
     def map(self, function: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
-        """Applies ``function`` to every item, many at once, and keeps their order; stops at the first error."""
+        """Applies ``function`` to items, many at once; returns results in their order. Stops at the first error."""
         items = list(items)
         with ThreadPoolExecutor(max(1, min(self.concurrency, len(items)))) as pool:
             futures = [pool.submit(function, item) for item in items]
@@ -78,13 +78,13 @@ class Task(Protocol):
     def name(self) -> str: ...
 
     def identity(self) -> dict[str, Any]:
-        """Returns the settings that determine the value, as by ``settings_of``."""
+        """Returns the settings that determine the value, in the form of ``settings_of``."""
 
     def run(self, client: Client, bench: Bench) -> Outcome:
         """Measures on a running server.
 
         Raises:
-            KVQuantError: the server cannot do it; the message says what would help.
+            KVQuantError: the server cannot run the task; the message says what would help.
         """
 
 
@@ -93,17 +93,17 @@ class ReferenceTask(Task, Protocol):
     """A task that compares with BF16, which must be measured first.
 
     Attributes:
-        largest_chunk: the largest ``--chunked-prefill-size`` at which its values show the cache.
+        largest_chunk: the largest ``--chunked-prefill-size`` at which the task's values show the effect of the cache.
     """
 
     largest_chunk: ClassVar[int]
 
     def record_reference(self, client: Client, bench: Bench) -> None:
-        """Stores what ``run`` on other servers compares with, from a server without ``--kv-quant``."""
+        """Measures a server without ``--kv-quant``; stores the data that ``run`` compares other servers with."""
 
 
 def settings_of(task: Any, leave_out: Sequence[str] = ()) -> dict[str, Any]:
-    """Returns a task's fields as plain JSON values, without its name: files by name and hash, no paths."""
+    """Returns a task's fields, without its name, as plain JSON values; a file becomes its name and hash, not a path."""
     names = [field.name for field in fields(task) if field.name not in ("name", *leave_out)]
     return {name: _plain(getattr(task, name)) for name in names}
 
@@ -153,10 +153,10 @@ def short(length: int) -> str:
 
 
 def fitting(flag: str, lengths: Sequence[int], client: Client) -> list[int]:
-    """Returns the lengths of requests that the server takes.
+    """Returns those of ``lengths``, in tokens, that the server can take in one request.
 
     Raises:
-        KVQuantError: it takes none of them.
+        KVQuantError: the server can take none of them.
     """
     found = [length for length in lengths if length <= client.facts.room]
     if not found:

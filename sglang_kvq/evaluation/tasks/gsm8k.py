@@ -41,7 +41,7 @@ class GSM8KTask:
 
     def identity(self) -> dict[str, Any]:
         settings = settings_of(self, leave_out=["path"])
-        # A file that gives no examples does not matter.
+        # Without worked examples, their file does not affect the value.
         return {**file_identity(self.path), **settings, "train": settings["train"] if self.shots else None}
 
     def run(self, client: Client, bench: Bench) -> Outcome:

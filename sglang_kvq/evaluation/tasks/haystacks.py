@@ -34,14 +34,14 @@ VALUES, CHAIN = 4, 5
 
 @dataclass(frozen=True)
 class Haystack:
-    """One case.
+    """One text with its question and answer.
 
     Attributes:
         text: the text to read.
         question: the question to a chat model after the text.
         unfinished: the text that a base model continues; ends within a quotation if the answer is quoted.
         expected: strings that the answer must contain, each one exactly.
-        pattern: regular expression of one string in an answer: a copy with an extra character is wrong.
+        pattern: regular expression that finds whole strings in an answer, so a copy with an extra character is wrong.
     """
 
     text: str
@@ -57,7 +57,7 @@ class Haystack:
 
 
 def exact_keys(seed: str, size: int) -> Haystack:
-    """Generates a JSON object of ``size`` random UUIDs by random UUIDs; asks for the value of one key."""
+    """Generates a JSON object with ``size`` random UUIDs as keys and as values; asks for the value of one key."""
     source = random.Random(f"exact_keys/{seed}")
     pairs = [(_uuid(source), _uuid(source)) for _ in range(size)]
     key, value = pairs[_early(source, size)]

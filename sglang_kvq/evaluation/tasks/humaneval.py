@@ -14,7 +14,7 @@ from sglang_kvq.evaluation.client import Client
 from sglang_kvq.evaluation.tasks.base import Bench, Outcome, file_identity, settings_of
 from sglang_kvq.evaluation.tasks.problems import read_json_lines, score
 
-#: Strings that end a completed function (the paper's, section 2.1, and a new fence).
+#: Strings that end a completed function: those of the paper's section 2.1, a code fence and an assertion.
 STOP = ("\nclass ", "\ndef ", "\n#", "\nif ", "\nprint", "\n```", "\nassert ")
 #: One slot per core, shared by all servers, because programs are limited in CPU seconds.
 _CORES = threading.Semaphore(max(1, os.cpu_count() or 1))

@@ -1,7 +1,7 @@
-"""Generated problems of school mathematics with exact answers, for a model's long derivations.
+"""Generates problems of school mathematics with exact answers, which need long derivations.
 
-Nothing is downloaded, and no model has seen them. Each needs several steps, and its answer is one integer or fraction.
-``make(seed, count)`` returns as many of each kind, in turn.
+Nothing is downloaded, and no model has seen the problems. Each needs several steps, and its answer is one integer or
+fraction. ``make(seed, count)`` takes the kinds of problems in turn.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def _composition(draw: random.Random) -> tuple[str, Fraction]:
     return text, Fraction(inner + c, 3)
 
 
-#: Each draws a problem and its answer.
+#: Kinds of problems by name; each function draws a problem and its answer.
 KINDS: dict[str, Callable[[random.Random], tuple[str, Fraction]]] = {
     "linear": _linear,
     "system": _system,

@@ -1,7 +1,7 @@
 """Problems like those of MATH (Hendrycks et al., arXiv 2103.03874), graded by the answer in the last ``\\boxed{}``.
 
-They are a file's, such as MATH-500's test.jsonl, or generated ones (``math_problems``). Derivations are long, so this
-task also shows whether a coarser cache makes a model think longer: see ``problems.answer_lengths``.
+The problems come from a file, such as MATH-500's test.jsonl, or are generated (``math_problems``). Derivations are
+long, so this task also shows whether a coarser cache makes a model think longer: see ``problems.answer_lengths``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from sglang_kvq.evaluation.tasks.math_problems import make
 from sglang_kvq.evaluation.tasks.problems import read_json_lines, score
 
 ASK = "Solve the problem step by step. Put the final answer within \\boxed{}.\n\n"
-#: Number of generated problems if 0, which means all of a file, is asked for.
+#: Number of generated problems if ``problems`` is 0, which means all problems of a file.
 GENERATED = 240
 MOST = 10_000
 _NUMBER = r"[-+]?\$?\d[\d,]*(?:\.\d+)?(?:\s*/\s*\d+)?"
@@ -32,7 +32,7 @@ class MathTask:
     Attributes:
         path: .jsonl file with ``problem`` and ``answer``; None for generated problems.
         problems: number of first problems to use; 0 for all.
-        seed: of generated problems.
+        seed: seed of generated problems.
         style: ``chat``, ``completion``, or ``auto``: chat if the model has a template.
     """
 
@@ -91,13 +91,13 @@ def final_answer(text: str) -> str | None:
 
 
 def same(found: str, wanted: str) -> bool:
-    """Returns whether two answers are equal as numbers, or else as LaTeX without what does not change its meaning."""
+    """Returns whether two answers are equal as numbers, or, if one is no number, as LaTeX after ``plain``."""
     a, b = number(found), number(wanted)
     return a == b if a is not None and b is not None else plain(found) == plain(wanted)
 
 
 def plain(answer: str) -> str:
-    """Removes from LaTeX what does not change its meaning: spaces, brackets' sizes, units, ``x =``, dollars."""
+    """Removes parts of LaTeX that do not change its meaning: spaces, brackets' sizes, units, ``x =``, dollar signs."""
     text = re.sub(r"\\(?:left|right|displaystyle|,|;|!|:| )", "", answer)
     text = re.sub(r"\\(?:text|mathrm|mbox)\{[^{}]*\}|\^\{?\\circ\}?|\\?\$|\\?%|\s", "", text)
     text = re.sub(r"\\[dt]frac", r"\\frac", text)

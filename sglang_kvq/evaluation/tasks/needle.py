@@ -1,4 +1,4 @@
-"""Needle in a haystack: a random number hidden in filler text and asked for at its end, by length and depth."""
+"""Needle in a haystack: filler text hides a random number and ends with a question for it, by length and depth."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class NeedleTask:
 
     Attributes:
         text: file with the filler; any text without seven-digit numbers.
-        skip: share of it to leave out at its beginning.
+        skip: share of the text to leave out at its beginning.
         lengths: tokens of a whole request; lengths that the server cannot take are left out.
         depths: percent of the filler before the needle.
         trials: needles per cell, each with its own number and filler.
@@ -91,7 +91,7 @@ class NeedleTask:
     def _haystack(self, bench: Bench, client: Client, ids: np.ndarray, depth: float, needle: Needle) -> str:
         text = bench.material.text(ids, client)
         at = int(len(text) * depth / 100)
-        # Inserts between words: at the next space, if there is one.
+        # The needle goes between words: at the next space, if there is one.
         at = text.find(" ", at) if " " in text[at:] else len(text)
         return f"{text[:at]} {needle.sentence}{text[at:]}"
 
@@ -147,6 +147,6 @@ class Needle:
         return f"As the text above says, the magic number of {self.city} is"
 
     def found_in(self, answer: str) -> bool:
-        """Returns whether the answer's first number is exactly this one; thousands separators do not matter."""
+        """Returns whether the answer's first number is the needle's; thousands separators do not matter."""
         found = re.search(r"\d[\d,]*", answer)
         return found is not None and found.group().replace(",", "") == str(self.number)

@@ -1,4 +1,4 @@
-"""Shared by tasks that generate: the score, how long answers are, and reading problems."""
+"""Functions shared by tasks that generate text: they compute scores and lengths of answers, and read problems."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sglang_kvq.evaluation.tasks.statistics import mean_and_error
 
 
 def score(name: str, style: str, solved: Sequence[dict[str, Any]], warnings: Sequence[str] = ()) -> Outcome:
-    """Returns the share of problems with ``passed``, and ``answer_lengths``."""
+    """Returns a task's outcome: the share of problems that passed, and ``answer_lengths``."""
     items = [int(one["passed"]) for one in solved]
     value, se = mean_and_error(items)
     return Outcome(
@@ -31,11 +31,11 @@ def answer_lengths(column: str, asked: Sequence[dict[str, Any]]) -> dict[str, fl
     """Returns ``COLUMN_tokens``, the mean length of answers, and ``COLUMN_cut``, the share that the limit cut off.
 
     Each has its standard error under ``_se``. An answer that was cut off counts with the tokens that it had, so the
-    mean is a lower bound if any was. Coarser caches make some models answer at greater length, and what the limit cuts
-    off looks like a wrong answer.
+    mean is a lower bound if any answer was cut off. Coarser caches make some models give longer answers, and an answer
+    that was cut off looks like a wrong one.
 
     Args:
-        column: the score's.
+        column: name of the score's column.
         asked: answers with ``tokens`` and ``complete``.
     """
     tokens, tokens_se = mean_and_error([one["tokens"] for one in asked])
@@ -66,7 +66,7 @@ def read_json_lines(path: Path, fields: tuple[str, ...]) -> list[dict[str, Any]]
 
 
 def json_lines(text: str) -> list[Any]:
-    """The values of JSON lines. Only line feeds end a line: a string may hold U+2028 or U+0085 as they are.
+    """Parses JSON lines. Only a line feed ends a line, because a string may contain U+2028 or U+0085 unescaped.
 
     Raises:
         ValueError: a line that is not JSON; its number is in the message.

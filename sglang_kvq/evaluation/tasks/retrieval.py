@@ -1,12 +1,13 @@
-"""Finding and copying exactly, by length: keys, numbers, chains of variables, arguments of a tool call.
+"""Retrieval tasks: at each length, a model finds and copies keys, numbers, variables or arguments of a tool call.
 
 Prose hides the cost of coarse keys, because a needle in filler differs from everything around it. Here the haystack
-consists of needles (``haystacks``), and an answer counts only if it is copied to the last character. A model reads its
-answer's context from the cache, for any chunk size. How it reads its prompt depends on ``--chunked-prefill-size``.
+consists of needles (``haystacks``), and an answer counts only if it is copied to the last character. While a model
+generates its answer, it reads its context from the cache, at any chunk size. While it computes its prompt, this depends
+on ``--chunked-prefill-size``.
 
 ``exact_keys`` also gives the log-likelihood of the right value. It distinguishes methods even if a small model's copies
-are all wrong. The prompt is cached first and the value's tokens are scored behind it, so they read what decoding would
-read.
+are all wrong. The prompt is cached first and the value's tokens are scored after it, so they read the same data as
+decoding.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ class RetrievalTask:
         return self._outcome(asked, style, lengths)
 
     def lines(self, length: int, client: Client, bench: Bench) -> int:
-        """Returns the size of a haystack for a request of ``length`` tokens, without the reserved ones.
+        """Returns the number of lines that fit in a request of ``length`` tokens, minus those reserved.
 
         Raises:
             KVQuantError: not even one line fits.
@@ -99,7 +100,7 @@ class RetrievalTask:
         return size
 
     def likelihood(self, case: Haystack, client: Client, bench: Bench) -> dict[str, Any]:
-        """Returns ``nats``, the value's negative log-likelihood, and ``likeliest``, its tokens that rank first."""
+        """Returns ``nats``, the value's negative log-likelihood, and ``likeliest``, the number of its top-1 tokens."""
         prompt = [
             *bench.material.begin_token(client),
             *bench.material.encode(f"{case.text}\n\n{case.unfinished}", client),
@@ -143,5 +144,5 @@ class RetrievalTask:
 
 
 def _quoted(case: Haystack, answer: str, style: str) -> str:
-    """Restores the quotation mark that ``unfinished`` opened before a completion."""
+    """Returns the answer; puts the quotation mark that ``unfinished`` opened back before a completion."""
     return answer if style == "chat" else case.unfinished[-1] + answer if case.unfinished.endswith('"') else answer

@@ -12,7 +12,7 @@ import numpy as np
 
 from sglang_kvq.errors import KVQuantError
 
-#: A rest bucket below this is rounding of float32 log-probabilities that sum to one.
+#: Least probability of the rest bucket; a smaller one is only a rounding error of float32 log-probabilities.
 SMALLEST_REST = 1e-7
 
 
@@ -76,7 +76,7 @@ def compare(reference: Distributions, other: Distributions, top: int) -> Diverge
 
     Single tokens are the text's own token, and those of the reference's ``top`` likeliest that ``other`` also lists.
     Merging outcomes can only lower a KL divergence (the log-sum inequality), so this is a lower bound. The more of the
-    reference's tokens ``other`` lacks, the looser it is. It therefore favours the worse method.
+    reference's tokens ``other`` lacks, the looser the bound is. It therefore favors the worse method.
 
     Raises:
         KVQuantError: the distributions are not of the same positions of the same text.
@@ -148,7 +148,7 @@ def clustered(sums: Sequence[float], counts: Sequence[float]) -> tuple[float, fl
 def paired_difference(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float | None]:
     """Returns the mean of ``ours - theirs``, item by item, and its standard error.
 
-    The error is smaller than that of two separate means.
+    If the two vary together, the error is smaller than that of two separate means.
 
     Raises:
         ValueError: there are no items, or not equally many.

@@ -16,12 +16,11 @@ from safetensors.torch import save_file
 from sglang_kvq.errors import KVQuantError, first_line
 from sglang_kvq.rotations.calibration.settings import CalibrationSettings
 
-#: Seconds between checkpoints inside a pass; a finished pass is always kept.
+#: Seconds between checkpoints inside a pass; a finished pass is always saved.
 INTERVAL = 20.0
 
-#: Version of the checkpoint; a run of another version cannot be continued. 2 has the keys' mean, 3 moments of what
-#: is attended to for transform coding,
-#: 4 another order of sensitivities.
+#: Version of the checkpoint; a run of another version cannot be continued. Version 2 added the keys' mean, 3 moments
+#: weighted by attention for transform coding, 4 another order of sensitivities.
 VERSION = "4"
 
 
@@ -38,14 +37,14 @@ class Checkpoint:
             self._read(path)
 
     def load(self, name: str) -> tuple[int, dict[str, torch.Tensor]]:
-        """Contexts that pass ``name`` has done, and its sums; 0 and nothing if it has not begun."""
+        """Returns the number of contexts that pass ``name`` has done, and its sums; 0 and none if it has not begun."""
         path = self.folder / f"{name}.safetensors"
         if not path.is_file():
             return 0, {}
         return self._read(path)
 
     def save(self, name: str, done: int, state: dict[str, torch.Tensor], *, last: bool) -> None:
-        """Keeps a pass's sums after ``done`` contexts: the last ones always, others ``INTERVAL`` apart."""
+        """Saves a pass's sums after ``done`` contexts: always if ``last``, else at least ``INTERVAL`` seconds apart."""
         if not last and time.monotonic() - self._saved < INTERVAL:
             return
         try:
@@ -77,7 +76,7 @@ class Checkpoint:
 
 
 def write_tensors(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
-    """Writes a safetensors file, whole or not at all, and its folder if there is none."""
+    """Writes a safetensors file, whole or not at all; creates its folder if needed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".tmp", delete=False) as file:
         temporary = Path(file.name)
@@ -89,15 +88,15 @@ def write_tensors(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[s
 
 
 def read_tensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Reads such a file's tensors and metadata."""
+    """Returns the tensors and metadata of a safetensors file."""
     with safe_open(path, "pt") as file:
         return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118 (not a dict)
 
 
 def fingerprint(model: torch.nn.Module, contexts: torch.Tensor, settings: CalibrationSettings) -> dict[str, str]:
-    """Collects what decides a calibration's numbers: digests of model, drawn tokens and settings; and ``VERSION``.
+    """Returns what determines a calibration's results: digests of model and drawn tokens, settings and ``VERSION``.
 
-    Of every parameter the first 64 elements are read: enough to tell two checkpoints apart, at no cost.
+    Only the first 64 elements of each parameter are read. They distinguish two models at no cost.
     """
     weights = hashlib.sha256(str(next(model.parameters()).dtype).encode())
     for name, parameter in model.named_parameters():

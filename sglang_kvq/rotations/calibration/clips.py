@@ -1,4 +1,4 @@
-"""Clip ratios per layer, chosen by the attention-output error that each one causes."""
+"""Chooses clip ratios per layer by the error of the attention output that each ratio causes."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ class ClipErrors:
 
     @torch.no_grad()
     def add(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> None:
-        """Adds one context's layer; arguments as an ``AttentionHook``'s, in the model's own basis."""
+        """Adds one layer of one context; the arguments are an ``AttentionHook``'s, in the model's own basis."""
         s = self.settings
         context = RotatedContext.of(self._whole, layer, q, k, v, scale, sink=s.sink, recent=s.recent)
         errors, size = clip_errors(context, grid=s.clip_grid, starts=self.starts)
         self.state["errors"][layer] += errors / size
 
     def chosen(self, contexts: int) -> Rotations:
-        """The rotations with the best clip ratios in their meta."""
+        """Returns the rotations with the best clip ratios in their meta."""
         grid, errors = self.settings.clip_grid, self.state["errors"]
         best = choose_clips(errors, per_layer=self.settings.clips == "per-layer")
         at_best = (errors / contexts).gather(-1, best[..., None])[..., 0]
@@ -44,7 +44,7 @@ class ClipErrors:
 
 
 def query_blocks(context: int, sink: int, recent: int, count: int) -> list[int]:
-    """Starts of ``count`` pages of queries that read quantized history, from the middle of a context to its end."""
+    """Returns the starts of ``count`` pages of queries that read quantized history, from mid-context to the end."""
     last = (context - PAGE_SIZE) // PAGE_SIZE
     first = (sink + recent) // PAGE_SIZE + 1
     middle = (first + last) // 2
@@ -54,13 +54,14 @@ def query_blocks(context: int, sink: int, recent: int, count: int) -> list[int]:
 def clip_errors(
     context: RotatedContext, *, grid: tuple[float, ...], starts: list[int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Squared error of one layer's attention output for every clip ratio, at the pages of queries from ``starts``.
+    """Measures one layer's attention-output error for every clip ratio, at the pages of queries from ``starts``.
 
     Returns:
-        errors float64 ``[2, len(grid)]`` (2-bit history keys, then values) and the output's own squared size. CPU.
+        squared errors float64 ``[2, len(grid)]`` (2-bit history keys, then values), and the output's own squared size,
+        both on the CPU.
     """
     exact = [context.block(start) for start in starts]
-    end = max(starts[-1] - context.recent, context.sink)  # what lies beyond is nobody's history
+    end = max(starts[-1] - context.recent, context.sink)  # later tokens are no query's history
 
     def squared_error(k: torch.Tensor | None, v: torch.Tensor | None) -> float:
         outputs = [context.block(start, k, v) for start in starts]
@@ -77,10 +78,11 @@ def clip_errors(
 
 
 def choose_clips(errors: torch.Tensor, *, per_layer: bool) -> torch.Tensor:
-    """The best ratio of each layer's keys and values, int64 ``[layers, 2]``, by errors float64 ``[layers, 2, grid]``.
+    """Returns the index of each layer's best ratio, int64 ``[layers, 2]``, by errors float64 ``[layers, 2, grid]``.
 
-    A layer's own error is not quite what the model feels, and comes from few queries. So each layer minimizes the mean
-    of its own relative error and that of all layers; without ``per_layer`` all get the ratio with the least sum.
+    A layer's own error only approximates the effect on the model, and comes from few queries. Each layer therefore
+    minimizes the mean of its own relative error and that of all layers. Without ``per_layer``, all layers get the ratio
+    with the least sum of errors.
     """
     if not per_layer:
         return errors.sum(0, keepdim=True).expand_as(errors).argmin(-1)

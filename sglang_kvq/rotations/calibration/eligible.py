@@ -1,6 +1,6 @@
-"""Decides by a model's config alone whether transformers can run it for calibration.
+"""Decides from a model's config whether transformers can run the model for calibration.
 
-``kvq calibrate`` and ``kvq doctor --model`` both ask here, so that doctor never names a command that would be refused.
+``kvq calibrate`` and ``kvq doctor --model`` both ask this module, so doctor names no command that would be refused.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from sglang_kvq.errors import KVQuantError
 
 CAUSAL, VISION = "AutoModelForCausalLM", "AutoModelForImageTextToText"
 
-#: Where ModelOpt says what it did, if config.json does not; transformers does not read it.
+#: The file in which ModelOpt describes its quantization, if config.json does not; transformers does not read it.
 OTHER_QUANTIZATION = "hf_quant_config.json"
 
 
 def auto_class(path: str, hf_config: Any, trust_remote_code: bool) -> str:
-    """The name of the transformers class that loads a model for calibration.
+    """Returns the name of the transformers class that loads a model for calibration.
 
     A vision-language model is run on text alone. The config is transformers' or SGLang's own.
 
@@ -47,7 +47,7 @@ def auto_class(path: str, hf_config: Any, trust_remote_code: bool) -> str:
 
 
 def why_not(path: str, hf_config: Any, trust_remote_code: bool) -> str | None:
-    """Why ``kvq calibrate`` would refuse this model; None if it would not. Arguments as ``auto_class``."""
+    """Returns why ``kvq calibrate`` would refuse a model, or None. The arguments are those of ``auto_class``."""
     try:
         auto_class(path, hf_config, trust_remote_code)
     except KVQuantError as error:
@@ -56,7 +56,7 @@ def why_not(path: str, hf_config: Any, trust_remote_code: bool) -> str | None:
 
 
 def needs_code(path: str) -> KVQuantError:
-    """The refusal of a model that brings its own code."""
+    """Returns the error for a model that comes with its own code."""
     return KVQuantError(
         f"{path}: this model comes with code of its own; read it, and pass --trust-remote-code to run it."
     )
@@ -82,7 +82,7 @@ def check_quantization(path: str, hf_config: Any) -> None:
 
 
 def unread(path: str, what: str) -> KVQuantError:
-    """The refusal of codes that transformers would take for weights."""
+    """Returns the error for quantized weights, whose codes transformers would take for weights."""
     return KVQuantError(
         f"{path}: its weights are {what}, which transformers does not read: it would take the codes for weights. "
         "Calibrate the unquantized model; its rotations fit this one."

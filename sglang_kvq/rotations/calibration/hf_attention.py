@@ -1,4 +1,4 @@
-"""See, and change, the queries, keys and values of a Hugging Face model as its attention sees them: after RoPE."""
+"""Lets a function see and replace the attention of a Hugging Face model, with its queries and keys after RoPE."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ logger = logging.getLogger(__name__)
 
 #: ``hook(layer, q, k, v, scale)`` with q ``[q_heads, T, D]``, k and v ``[kv_heads, T, D]`` of one sequence; returns the
 #: attention output ``[q_heads, T, D]`` to use, or None for plain causal attention. ``layer`` counts the layers that the
-#: cache holds (``identity.cached_layers``), from 0: in a hybrid of every fourth it is 1 in the model's eighth layer.
+#: cache holds (``identity.cached_layers``), from 0. If only every fourth layer has full attention, the model's eighth
+#: layer has number 1.
 AttentionHook = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, float], "torch.Tensor | None"]
 
 _NAME = "kvq_capture"
@@ -28,9 +29,10 @@ _NAME = "kvq_capture"
 def attention_hook(model: Any, hook: AttentionHook, *, batched: bool = False) -> Iterator[dict[int, torch.nn.Module]]:
     """Runs ``hook`` in place of every attention of a transformers model; yields the modules that attend, by layer.
 
-    It goes through transformers' attention registry. Sequences must be unpadded and one per batch. If ``batched``, the
-    hook instead takes and returns tensors of a whole batch, ``[B, heads, T, D]``, and must not return None. Sliding
-    windows that SGLang does not apply are left out here too. Attention that is not plain causal softmax is refused.
+    The hook is entered in transformers' attention registry. Sequences must be unpadded and one per batch. If
+    ``batched``, the hook instead takes and returns tensors of a whole batch, ``[B, heads, T, D]``, and must not return
+    None. Sliding windows that SGLang does not apply are not applied here either. Attention that is not plain causal
+    softmax is refused.
     """
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -47,7 +49,7 @@ def attention_hook(model: Any, hook: AttentionHook, *, batched: bool = False) ->
         scaling: float | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
-        # A window on a layer that the cache holds is one that SGLang does not apply; other layers are refused below.
+        # SGLang applies no window to the layers that the cache holds; other layers are refused below.
         for option in ("softcap", "s_aux"):
             if kwargs.get(option) is not None:
                 raise KVQuantError(
@@ -92,5 +94,5 @@ def _say_once(window: int) -> None:
 
 
 def positions(ids: torch.Tensor, first: int) -> torch.Tensor:
-    """``position_ids`` of one sequence whose first token stands at ``first``: int64 ``[1, T]``."""
+    """Returns ``position_ids`` of one sequence whose first token is at position ``first``, int64 ``[1, T]``."""
     return torch.arange(first, first + len(ids), device=ids.device)[None]

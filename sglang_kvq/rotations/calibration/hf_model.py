@@ -1,4 +1,4 @@
-"""A transformers model with all of its weights, its config and its tokenizer, or an error that says what to do."""
+"""Loads a transformers model with all of its weights, its config and its tokenizer; errors say what to do."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sglang_kvq.errors import KVQuantError, first_line
 from sglang_kvq.rotations.calibration.eligible import auto_class, needs_code
 from sglang_kvq.rotations.calibration.model_files import cached_folder, check_codes, check_files, find_model
 
-#: Names in a message.
+#: Maximum number of weights that a message names.
 _NAMED = 3
 _CGROUPS = Path("/sys/fs/cgroup")
 
@@ -22,7 +22,7 @@ _CGROUPS = Path("/sys/fs/cgroup")
 def load_model(
     path: str, *, revision: str | None = None, device: str = "", dtype: str = "", trust_remote_code: bool = False
 ) -> tuple[Any, Any]:
-    """A causal language model in evaluation mode, and its tokenizer; a vision-language model is loaded whole.
+    """Returns a causal language model in evaluation mode, and its tokenizer; loads a vision-language model whole.
 
     Args:
         device: "cuda", "cpu", "auto" (spread over all GPUs) or "" for a GPU if there is one.
@@ -30,7 +30,7 @@ def load_model(
 
     Raises:
         KVQuantError: transformers is missing; the model is not found, is damaged, or is of a kind that transformers
-            does not know; the weights are not those that the model needs; there is not the memory for it.
+            does not know; the weights are not those that the model needs; there is not enough memory.
     """
     limit_threads()
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -43,7 +43,7 @@ def load_model(
         "dtype": dtype or ("float32" if device == "cpu" else "auto"),
         "device_map": "auto" if device == "auto" else None,
         "output_loading_info": True,
-        "ignore_mismatched_sizes": True,  # check_loaded names them
+        "ignore_mismatched_sizes": True,  # check_loaded reports them
     }
     with _explained(path, source, "model"):
         model, info = loader.from_pretrained(path, **source, **given)
@@ -54,12 +54,12 @@ def load_model(
 
 
 def load_config(path: str, *, revision: str | None = None, trust_remote_code: bool = False) -> tuple[Any, Any]:
-    """A model's config and tokenizer, without its weights."""
+    """Returns a model's config and tokenizer, without loading its weights."""
     return _config(path, _source(path, revision, trust_remote_code))
 
 
 def tokenize(tokenizer: Any, text: str, rows: int) -> torch.Tensor:
-    """Token ids int64 ``[n]``, each of which must have one of the embedding's ``rows``."""
+    """Returns token ids int64 ``[n]``; refuses an id that is not among the embedding's ``rows``."""
     ids = torch.tensor(tokenizer(text, verbose=False)["input_ids"], dtype=torch.int64)
     if len(ids) and int(ids.max()) >= rows:
         worst = int(ids.max())
@@ -72,14 +72,14 @@ def tokenize(tokenizer: Any, text: str, rows: int) -> torch.Tensor:
 
 
 def embedding_rows(model: Any) -> int:
-    """The number of token ids that a model knows, or that its config says."""
+    """Returns the number of token ids that a model has embeddings for; ``model`` may be its config."""
     if hasattr(model, "get_input_embeddings"):
         return int(model.get_input_embeddings().weight.shape[0])
     return int(model.get_text_config().vocab_size)
 
 
 def _source(path: str, revision: str | None, trust_remote_code: bool) -> dict[str, Any]:
-    """Keywords of every ``from_pretrained``, of a model that is there and not damaged as far as its files tell."""
+    """Returns keywords for every ``from_pretrained``; refuses a missing model and a local folder's damaged files."""
     found = find_model(path, revision)
     if (folder := cached_folder(path, revision)) is not None and str(folder) == path:
         check_files(folder)
@@ -99,7 +99,7 @@ def _config(path: str, source: dict[str, Any]) -> tuple[Any, Any]:
 
 @contextmanager
 def _explained(path: str, source: dict[str, Any], what: str) -> Iterator[None]:
-    """Turns whatever transformers raises into one line, and keeps its warnings and bars to itself."""
+    """Turns any error of transformers into one line, and hides its warnings and progress bars."""
     import transformers
 
     logging: Any = transformers.utils.logging
@@ -107,7 +107,7 @@ def _explained(path: str, source: dict[str, Any], what: str) -> Iterator[None]:
     folder = cached_folder(path, source["revision"])
     logging.set_verbosity_error()
     if folder is not None:
-        logging.disable_progress_bar()  # of what is downloaded they are of use
+        logging.disable_progress_bar()  # they are useful only during a download
     try:
         yield
     except KVQuantError:
@@ -117,7 +117,7 @@ def _explained(path: str, source: dict[str, Any], what: str) -> Iterator[None]:
             f"{path}: not enough GPU memory for this model ({first_line(error)}); pass --device auto to spread it over "
             "all GPUs, or --device cpu."
         ) from error
-    except Exception as error:  # whatever transformers, tokenizers, safetensors and a model's own code raise
+    except Exception as error:  # of transformers, tokenizers, safetensors or a model's own code
         if "trust_remote_code" in str(error):
             raise needs_code(path) from error
         if folder := cached_folder(path, source["revision"]):
@@ -133,10 +133,10 @@ def _explained(path: str, source: dict[str, Any], what: str) -> Iterator[None]:
 
 
 def check_loaded(path: str, info: dict[str, Any]) -> None:
-    """Refuses a model that is not what its checkpoint holds.
+    """Refuses a model whose weights are not those of its checkpoint.
 
-    ``info`` is that of ``from_pretrained``. transformers leaves out what is harmless: tied weights, RoPE's buffers, and
-    what the model's class declares that it ignores, such as MTP heads.
+    ``info`` is the loading info of ``from_pretrained``. transformers does not report harmless differences there: tied
+    weights, RoPE's buffers, and weights that the model's class declares as ignored, such as MTP heads.
     """
     problems = list(_problems(info))
     if problems:
@@ -157,7 +157,7 @@ def _problems(info: dict[str, Any]) -> Iterator[str]:
 
 
 def _mismatch(found: str | tuple[str, Any, Any]) -> str:
-    """A weight's name, and its shapes if transformers tells them, which it does since version 5."""
+    """Formats a weight's name, with its shapes if transformers reports them, which it does since version 5."""
     if isinstance(found, str):
         return found
     name, in_file, in_model = found
@@ -176,23 +176,23 @@ def _remedy(info: dict[str, Any]) -> str:
 
 
 def limit_threads(cgroups: Path = _CGROUPS) -> None:
-    """Lowers PyTorch's threads to the CPUs that a container may use; ``OMP_NUM_THREADS`` overrules it.
+    """Lowers PyTorch's number of threads to the CPUs that a container may use, unless ``OMP_NUM_THREADS`` is set.
 
-    PyTorch takes a thread for each core of the host; in a small container they mostly wait for each other.
+    PyTorch starts a thread for each core of the host. In a small container, these threads mostly wait for each other.
     """
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, min(torch.get_num_threads(), usable_cpus(cgroups))))
 
 
 def usable_cpus(cgroups: Path = _CGROUPS) -> int:
-    """CPUs that this process may run on, and a container's share of them, at least 1."""
+    """Returns the number of CPUs that this process may run on, within a container's limit; at least 1."""
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(cpus, int(_quota(cgroups) or cpus)))
 
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Runs small decompositions: with more threads, each step of one matrix of 128 x 128 waits for all of them."""
+    """Limits PyTorch to one thread: decompositions of 128 x 128 matrices would wait for all threads at each step."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -202,7 +202,7 @@ def one_thread() -> Iterator[None]:
 
 
 def _quota(cgroups: Path) -> float | None:
-    """CPUs' worth of time that a container gets, by cgroups 2 or 1; None without a limit."""
+    """Returns a container's limit in CPUs, from cgroups version 2 or 1; None without a limit."""
     try:
         if (cgroups / "cpu.max").is_file():
             quota, period = (cgroups / "cpu.max").read_text().split()

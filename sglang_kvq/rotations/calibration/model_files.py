@@ -1,4 +1,4 @@
-"""A model's files: found in a folder, on the hub or in its cache; none missing, damaged or unreadable."""
+"""Finds a model's files in a folder, on the hub or in its cache; refuses missing, damaged and unreadable files."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from safetensors import SafetensorError, safe_open
 from sglang_kvq.errors import KVQuantError, first_line
 from sglang_kvq.rotations.calibration.eligible import unread
 
-#: Seconds to wait for the hub; transformers asks it for one file after another, with retries: a minute in all.
+#: Seconds to wait for the hub. transformers alone would ask it for one file after another, with retries, for a minute.
 TIMEOUT = 4.0
 _HUB_ID = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")
 _CONFIG, _INDEX = "config.json", "model.safetensors.index.json"
 _POINTER = b"version https://git-lfs"
-#: Names of dtypes in safetensors of which a weight is a code.
+#: Dtypes in safetensors files whose elements are codes, not weights.
 _CODES = frozenset({"U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F6_E2M3", "F6_E3M2", "F4", "F8_E4M3FNUZ"})
 
 
@@ -25,7 +25,7 @@ def find_model(path: str, revision: str | None = None) -> dict[str, Any]:
     """Looks for a model before anything is loaded.
 
     Returns:
-        keywords for every ``from_pretrained``: the revision, and ``local_files_only`` where the hub does not answer.
+        keywords for every ``from_pretrained``: the revision, and ``local_files_only`` if the hub does not answer.
     """
     if path and Path(path).exists():
         if not Path(path).is_dir():
@@ -53,7 +53,7 @@ def find_model(path: str, revision: str | None = None) -> dict[str, Any]:
             problem = "the hub has no model of this name that you may see"
         except HfHubHTTPError as error:
             problem = f"the hub answers {first_line(error)}"
-        except Exception as error:  # of whichever HTTP library huggingface_hub uses
+        except Exception as error:  # its type depends on the HTTP library that huggingface_hub uses
             problem = f"the hub does not answer ({type(error).__name__}: {first_line(error)})"
     if cached_folder(path, revision) is None:
         raise KVQuantError(
@@ -64,7 +64,7 @@ def find_model(path: str, revision: str | None = None) -> dict[str, Any]:
 
 
 def cached_folder(path: str, revision: str | None = None) -> Path | None:
-    """The folder with a model's files on this machine: its own, or that in the hub's cache; None if not there."""
+    """Returns the folder with a model's files on this machine: ``path``, or one in the hub's cache; None if absent."""
     if Path(path).is_dir():
         return Path(path)
     from huggingface_hub import try_to_load_from_cache
@@ -74,7 +74,7 @@ def cached_folder(path: str, revision: str | None = None) -> Path | None:
 
 
 def check_files(folder: Path) -> None:
-    """Looks at the beginning and the length of every file that loading reads.
+    """Checks the beginning and the length of every file that loading reads.
 
     Raises:
         KVQuantError: the first file that is missing, cannot be read, is a Git LFS pointer, or is damaged.
@@ -102,7 +102,7 @@ def check_codes(path: str, folder: Path) -> None:
 
 
 def _shards(folder: Path) -> list[Path]:
-    """The files that the index names, nothing without an index."""
+    """Returns the files that the index names; empty without an index."""
     index = folder / _INDEX
     if not _exists(index):
         return []
@@ -114,7 +114,7 @@ def _shards(folder: Path) -> list[Path]:
 
 
 def _tensors(path: Path) -> dict[str, tuple[str, list[int]]]:
-    """Dtypes and shapes by a safetensors file's header, which must say the file's length."""
+    """Returns each tensor's dtype and shape, from a safetensors header that must agree with the file's length."""
     _beginning(path)
     try:
         with safe_open(path, "pt") as file:
@@ -129,7 +129,7 @@ def _tensors(path: Path) -> dict[str, tuple[str, list[int]]]:
 def _exists(path: Path) -> bool:
     try:
         return path.exists()
-    except OSError as error:  # of a folder that this user may not enter
+    except OSError as error:  # in a folder that this user may not enter
         raise _unreadable(path, error) from error
 
 
@@ -143,7 +143,7 @@ def _check_json(path: Path) -> dict[str, Any]:
 
 
 def _beginning(path: Path) -> bytes:
-    """The first bytes of a file that is one."""
+    """Returns the first bytes of a file; refuses an empty file and a Git LFS pointer."""
     try:
         with path.open("rb") as file:
             begin = file.read(len(_POINTER))

@@ -1,7 +1,7 @@
 """RoPE of a model's keys and queries, and their second moments over all the positions that will be served.
 
-RoPE (arXiv 2104.09864) turns keys with their position: those of a context that begins d tokens later are k T(d), T(d)
-orthogonal and the same for all layers. So one pass over the text gives the moments of prompts of any length.
+RoPE (arXiv 2104.09864) turns keys with their position: if a context begins d tokens later, its keys are k T(d). T(d)
+is orthogonal and the same for all layers. One pass over the text therefore gives the moments of prompts of any length.
 """
 
 from __future__ import annotations
@@ -16,16 +16,19 @@ import torch
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.rotations.calibration.hf_attention import attention_hook, positions
 
-#: BF16 models round their way to the last layer differently at another position: some 2%. A wrong turn is off by about
-#: 1.
+#: Largest accepted relative error of predicted keys. At another position, a BF16 model rounds differently, which adds
+#: up to some 2% in the last layer. A wrong turn is off by about 1.
 TURN_TOLERANCE = 0.2
 
-#: ``turn(d)``: T(d), float64 ``[D, D]``; rows of keys times it are those of the same tokens d positions later.
+#: Function ``turn(d)`` that returns T(d), float64 ``[D, D]``. Rows of keys times T(d) are the keys of the same tokens d
+#: positions later.
 Turn = Callable[[int], torch.Tensor]
 
 
 def turn_of(hf_config: Any, head_dim: int) -> Turn:
-    """T of a transformers model, by its own rotary embedding: any layout, scaling or part of head_dim that RoPE covers.
+    """Returns T of a transformers model, computed with the model's own rotary embedding.
+
+    RoPE may have any layout and scaling, and cover only a part of head_dim.
 
     Raises:
         KVQuantError: transformers' code for the model has no rotary embedding of the usual form.
@@ -45,18 +48,18 @@ def turn_of(hf_config: Any, head_dim: int) -> Turn:
 
     def turn(distance: int) -> torch.Tensor:
         cos, sin = _cos_and_sin(embedding, torch.tensor([[0, distance]]))
-        n = cos.shape[-1]  # less than head_dim where RoPE covers a part of it
+        n = cos.shape[-1]  # less than head_dim if RoPE covers only a part of it
         basis = torch.eye(n, dtype=torch.float64)[None, None]
         (begin, _), (end, _) = (apply(basis, basis, cos[:, [i]], sin[:, [i]]) for i in (0, 1))
         whole = torch.eye(head_dim, dtype=torch.float64)
-        whole[:n, :n] = end[0, 0] / begin[0, 0, 0, 0]  # some scale cos and sin
+        whole[:n, :n] = end[0, 0] / begin[0, 0, 0, 0]  # some models scale cos and sin
         return whole
 
     return turn
 
 
 def _modeling(hf_config: Any) -> ModuleType | None:
-    """The module with the classes of a model that is loaded or in transformers' list; None if there is none."""
+    """Returns the Python module with the model's classes, from transformers' list or among loaded ones, or None."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     if type(hf_config) in MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -65,9 +68,9 @@ def _modeling(hf_config: Any) -> ModuleType | None:
 
 
 def _apply_by_sections(module: ModuleType | None) -> Callable[..., Any] | None:
-    """Turns text in a model whose RoPE has sections for time, height and width: its positions are the same in all.
+    """Returns a function that applies RoPE to text in a model with sections for time, height and width; else None.
 
-    ``check_turn`` sees whether the model really does so.
+    It assumes that a text token has the same position in all sections. ``check_turn`` verifies this for the model.
     """
     half = getattr(module, "rotate_half", None)
     if half is None or not hasattr(module, "apply_multimodal_rotary_pos_emb"):
@@ -76,17 +79,17 @@ def _apply_by_sections(module: ModuleType | None) -> Callable[..., Any] | None:
 
 
 def _cos_and_sin(embedding: Any, at: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines, float64 ``[1, n, D]``, of positions int64 ``[1, n]``."""
+    """Returns cosines and sines, float64 ``[1, n, D]``, of positions int64 ``[1, n]``."""
     try:
         found = embedding(torch.zeros(1), at)
-    except (IndexError, RuntimeError):  # it takes one for each of time, height and width
+    except (IndexError, RuntimeError):  # it takes positions for time, height and width
         found = embedding(torch.zeros(1), at.expand(3, *at.shape))
     cos, sin = (x.double() for x in found)
     return (cos[0], sin[0]) if cos.dim() == 4 else (cos, sin)
 
 
 def mean_over_positions(moment: torch.Tensor, turn: Turn, positions: Sequence[int]) -> torch.Tensor:
-    """The mean of T(d)ᵀ M T(d) over the positions d of contexts' first tokens, for M float64 ``[..., D, D]``."""
+    """Returns the mean of T(d)ᵀ M T(d) over the positions d at which contexts begin, for M float64 ``[..., D, D]``."""
     total = torch.zeros_like(moment)
     for position in positions:
         t = turn(position)
@@ -102,7 +105,7 @@ def roped_layers(hf_config: Any, layers: int) -> torch.Tensor:
 
 @torch.inference_mode()
 def check_turn(model: Any, ids: torch.Tensor, turn: Turn, position: int) -> None:
-    """Checks that the model turns its keys as foreseen."""
+    """Checks that the model's keys change with their position as ``turn`` predicts."""
     near, far = (_keys(model, ids.to(model.device), first) for first in (0, position))
     t = turn(position)
     roped = roped_layers(model.config, len(near))
@@ -117,7 +120,7 @@ def check_turn(model: Any, ids: torch.Tensor, turn: Turn, position: int) -> None
 
 
 def _keys(model: Any, ids: torch.Tensor, first: int) -> list[torch.Tensor]:
-    """Every layer's keys, float64 ``[kv_heads, n, D]`` on the CPU, of tokens whose first stands at ``first``."""
+    """Returns each layer's keys, float64 ``[kv_heads, n, D]`` on the CPU; the first token is at position ``first``."""
     keys: list[torch.Tensor] = []
 
     def keep(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> None:

@@ -2,10 +2,10 @@
 
 1. "moments" of queries, keys and values (``maths.moments``), from which the rotations follow (``maths.compose``);
 2. "clips": each layer's attention-output error for every clip ratio on a grid (``calibration.clips``);
-3. "sensitivity": the model's loss by one layer's quantized keys or values (``calibration.sensitivity``).
+3. "sensitivity": the model's loss when one layer's keys or values are quantized (``calibration.sensitivity``).
 
-For transform coding moments are weighted by attention, there is no second pass, and sensitivities become importances
-(``calibration.transform``).
+For transform coding, moments are weighted by attention, the second pass is left out, and sensitivities become
+importances (``calibration.transform``).
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ from sglang_kvq.rotations.identity import geometry_of, identity
 from sglang_kvq.rotations.maths.compose import OBJECTIVES, compose_keys, compose_values
 from sglang_kvq.rotations.maths.moments import Moments, MomentSums, attended_moments
 
-#: First positions of contexts that moments are averaged over: among the farthest of them, less than a context apart.
+#: Number of first positions that moments are averaged over. Even the farthest of them are less than a context apart.
 SPREAD = 64
 
-#: Tokens that are run at the farthest of these, to see that keys turn as foreseen.
+#: Number of tokens that are run at the farthest of these positions, to check that keys turn as predicted.
 CHECKED = 128
 
-#: Called with a pass's name, the contexts of it that are done, and how many there are.
+#: Function that is called with a pass's name, its number of finished contexts, and the number of all its contexts.
 Progress = Callable[[str, int, int], None]
 
 
@@ -72,15 +72,15 @@ def calibrate(
     *,
     checkpoint: Callable[[Any, torch.Tensor, CalibrationSettings], Checkpoint] | None = None,
 ) -> Rotations:
-    """Rotations, clip ratios and sensitivities for ``model``.
+    """Computes rotations, clip ratios and sensitivities for ``model``.
 
     Args:
-        model: a transformers causal language model; it runs where it lies and in its own dtype.
-        ids: int64 ``[tokens]``, the tokenised corpus.
-        checkpoint: makes what keeps finished contexts, from model, contexts and settings.
+        model: a transformers causal language model; it runs on its own device and in its own dtype.
+        ids: int64 ``[tokens]``, the tokenized corpus.
+        checkpoint: makes the checkpoint that keeps finished contexts, from model, contexts and settings.
 
     Returns:
-        rotations on the CPU; corpus and model name are the caller's to add.
+        rotations on the CPU; the caller adds the names of corpus and model.
 
     Raises:
         KVQuantError: corpus too short; activations not finite; layers without plain attention, or for transform coding
@@ -105,7 +105,8 @@ def calibrate(
             moments = attended_moments(q, k, v, scale, sink=settings.sink, recent=settings.recent)
             sums.add_moments(layer, moments)
 
-    run.through("moments", [0] * len(contexts), 1, add, sums.state)  # at position 0: others' moments follow
+    # All contexts begin at position 0; ``averaged`` computes the moments at other positions from these.
+    run.through("moments", [0] * len(contexts), 1, add, sums.state)
     progress("rotations", 0, 1)
     if weights is not None:
         moments = averaged(sums, model.config, settings, len(contexts))
@@ -117,7 +118,7 @@ def calibrate(
 
 
 def rotations_from(sums: MomentSums, hf_config: Any, settings: CalibrationSettings, contexts: int) -> Rotations:
-    """Rotations from finished sums over ``contexts`` contexts that began at position 0; no clip ratios yet."""
+    """Computes rotations, without clip ratios, from the sums over ``contexts`` contexts that began at position 0."""
     moments = averaged(sums, hf_config, settings, contexts)
     with one_thread():
         k, q, k_eigenvalues = compose_keys(settings.composition, moments.qq, moments.kk)
@@ -126,7 +127,7 @@ def rotations_from(sums: MomentSums, hf_config: Any, settings: CalibrationSettin
 
 
 def averaged(sums: MomentSums, hf_config: Any, settings: CalibrationSettings, contexts: int) -> Moments:
-    """Moments of the prompts that will be served, from those of contexts that began at position 0."""
+    """Computes moments of the prompts that will be served, from the sums over contexts that began at position 0."""
     layers, _, head_dim = geometry_of(hf_config)
     moments = sums.mean(layers, contexts, shared=settings.granularity == "per-layer")
     spread = first_positions(settings, SPREAD, hf_config)
@@ -178,7 +179,7 @@ class _Run:
         return with_importance(rotations, self._nats(quantizer, len(rotations.k)))
 
     def _nats(self, quantizer: Quantizer, layers: int) -> torch.Tensor:
-        """The sensitivity pass: nats per token of each variant, float64 ``[layers, variants]``."""
+        """Runs the sensitivity pass; returns the nats per token of each variant, float64 ``[layers, variants]``."""
         s = self.settings
         length, first = min(s.sensitivity_context, s.context), s.sink + s.recent
         step, count = self._some(s.sensitivity_contexts)
@@ -212,7 +213,7 @@ class _Run:
     def through(
         self, name: str, first: list[int], step: int, hook: AttentionHook, sums: dict[str, torch.Tensor]
     ) -> None:
-        """Runs every ``step``-th context, the first token at a position of ``first``, through the decoder layers."""
+        """Runs every ``step``-th context through the decoder layers; ``first`` has the positions where they begin."""
         body, done, count = self.model.base_model, self._restore(name, sums), len(first)
         with attention_hook(self.model, hook):
             for i, position in enumerate(first):
@@ -224,7 +225,7 @@ class _Run:
         self.progress(name, count, count)
 
     def _some(self, wanted: int) -> tuple[int, int]:
-        """Step and number of ``wanted`` contexts spread over all."""
+        """Returns the step between ``wanted`` contexts spread over all contexts, and how many of them there are."""
         return max(len(self.contexts) // wanted, 1), min(wanted, len(self.contexts))
 
     def _restore(self, name: str, sums: dict[str, torch.Tensor]) -> int:

@@ -1,9 +1,9 @@
 """Sensitivity of each layer's keys and values: the model's loss when only they are quantized.
 
 The loss is the KL divergence of the next-token distributions from the unquantized model's, to second order ½ E[(gᵀδ)²]
-(the Fisher information): δ is the change of a layer's attention output, and g the gradient there of the log-probability
-of tokens drawn from the model's own distributions. One forward pass gives every δ, one backward pass every g. Products
-of different tokens count as independent: a little bias, much less noise.
+(the Fisher information). δ is the change of a layer's attention output. g is the gradient, at that output, of the
+log-probability of tokens drawn from the model's own distributions. One forward pass gives every δ, one backward pass
+every g. Products of different tokens are treated as independent, which adds a little bias and removes much noise.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from sglang_kvq.rotations.base import Rotations
 from sglang_kvq.rotations.calibration.hf_attention import attention_hook, positions
 from sglang_kvq.rotations.maths.fake_quant import RotatedContext, causal_attention, round_trip
 
-#: A quantized part: keys or values, and bits per element or in the quantizer's own unit.
+#: The quantized part, "k" or "v", and its bits per element, or in the quantizer's own unit.
 Variant: TypeAlias = tuple[str, int]
 
 #: Widths measured, in bits.
 WIDTHS = (2, 4)
-#: Arguments of ``LayerQuantizer``.
+#: Variants of ``LayerQuantizer``.
 VARIANTS: tuple[Variant, ...] = tuple((part, bits) for bits in WIDTHS for part in ("k", "v"))
 
 #: Unit of the numbers of ``sensitivity_table``.
@@ -35,7 +35,7 @@ UNIT = "nats per token: KL divergence to second order (Fisher information); 2-bi
 
 
 class Quantizer(ABC):
-    """Changes of a layer's attention output when its history keys or values are quantized.
+    """Computes the change of a layer's attention output when its history keys or values are quantized.
 
     Attributes:
         variants: order of the second dimension of every result.
@@ -53,12 +53,12 @@ class Quantizer(ABC):
 
     @abstractmethod
     def read(self, rows: torch.Tensor, layer: int, part: str, bits: int) -> torch.Tensor:
-        """Quantizes rows of keys or values, float32 ``[kv_heads, T, D]`` in that basis, and dequantizes them."""
+        """Quantizes and dequantizes rows of keys or values, float32 ``[kv_heads, T, D]`` in the basis ``matrices``."""
 
     def delta(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, variants: Sequence[Variant]
     ) -> list[torch.Tensor]:
-        """Returns per variant the change of the output in the model's own basis, float32 ``[q_heads, T, D]``."""
+        """Returns for each variant the output's change in the model's own basis, float32 ``[q_heads, T, D]``."""
         result = []
         for bits, group in groupby(variants, key=itemgetter(1)):
             context = RotatedContext.of(self.matrices(bits), layer, q, k, v, scale, sink=self.sink, recent=self.recent)
@@ -71,7 +71,7 @@ class Quantizer(ABC):
 
 
 class LayerQuantizer(Quantizer):
-    """The ``Quantizer`` of codes with a scale and an offset, of which 2-bit ones are clipped."""
+    """The ``Quantizer`` of codes with a scale and an offset; it clips 2-bit codes."""
 
     variants = VARIANTS
 
@@ -99,18 +99,18 @@ def fisher_sums(
     draws: int,
     seed: int,
 ) -> torch.Tensor:
-    """½ Σ (g_tᵀδ_t)² over the tokens t of one context; only losses of the tokens from ``first`` on count.
+    """Computes ½ Σ (g_tᵀδ_t)² over the tokens t of one context; only losses of the tokens from ``first`` on count.
 
     Args:
-        ids: int64 ``[T]``, the first at ``position``.
+        ids: int64 ``[T]``; the first token is at ``position``.
         draws: backward passes, each with newly drawn tokens.
-        seed: of these tokens, drawn on the model's device: on a CPU a vocabulary takes seconds for each context.
+        seed: seed of these tokens. They are drawn on the model's device, because a CPU takes seconds for each context.
 
     Returns:
         float64 ``[layers, len(quantizer.variants)]`` on the CPU.
 
     Raises:
-        KVQuantError: no gradients here, or not the memory for them.
+        KVQuantError: the model gives no gradients here, or there is not enough memory for them.
     """
     held: dict[int, torch.Tensor] = {}
     deltas: dict[int, list[torch.Tensor]] = {}
@@ -148,7 +148,7 @@ def fisher_sums(
 
 
 def sensitivity_table(values: torch.Tensor, variants: Sequence[Variant]) -> dict[str, dict[str, list[float]]]:
-    """``RotationMeta.sensitivity`` from ``[layers, len(variants)]``."""
+    """Converts values ``[layers, len(variants)]`` to ``RotationMeta.sensitivity``."""
     table: dict[str, dict[str, list[float]]] = {"k": {}, "v": {}}
     for j, (part, bits) in enumerate(variants):
         table[part][str(bits)] = [float(f"{x:.4g}") for x in values[:, j].tolist()]

@@ -1,4 +1,4 @@
-"""Settings of a calibration: its text, the parts of it that are used, and the positions that they stand at."""
+"""Settings of a calibration: its text, the contexts that are drawn from it, and the positions where they begin."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from sglang_kvq.constants import HEAD_DIMS, PAGE_SIZE
 from sglang_kvq.errors import KVQuantError, unknown
 from sglang_kvq.rotations.maths.compose import OBJECTIVES
 
-#: Positions that contexts are spread over at most, unless ``CalibrationSettings.positions`` says more.
+#: Most positions that contexts are spread over, unless ``CalibrationSettings.positions`` is larger.
 MOST_POSITIONS = 32768
 
-#: Files that a folder given as text contributes.
+#: Suffixes of the files that are read in a folder given as text.
 SUFFIXES = (".txt", ".md", ".rst", ".py")
 
 
 def read_corpus(paths: Sequence[Path], share: float = 1.0) -> tuple[str, str]:
-    """The beginnings of files and folders, a ``share`` of each, one after another, and the name to record.
+    """Returns the first ``share`` of each file and folder, one after another, and the name to record.
 
     Raises:
-        KVQuantError: nothing there or in it, not UTF-8, or a share that is none.
+        KVQuantError: a path is missing, has no text or is not UTF-8, or the share is not above 0 and at most 1.
     """
     if not 0 < share <= 1:
         raise KVQuantError(f"--text-share {share}: must be above 0 and at most 1.")
@@ -39,7 +39,7 @@ def read_corpus(paths: Sequence[Path], share: float = 1.0) -> tuple[str, str]:
 
 
 def read_folder(folder: Path) -> str:
-    """Every text file below a folder."""
+    """Returns the text of all text files below a folder."""
     files = sorted(path for path in folder.rglob("*") if path.suffix in SUFFIXES and path.is_file())
     if not files:
         raise KVQuantError(f"--text {folder}: no {', '.join(SUFFIXES)} file in this folder; give a text file.")
@@ -47,7 +47,7 @@ def read_folder(folder: Path) -> str:
 
 
 def read_text(path: Path) -> str:
-    """The file as UTF-8."""
+    """Returns the text of a UTF-8 file."""
     try:
         return path.read_text(encoding="utf-8")
     except OSError as error:
@@ -64,8 +64,8 @@ class CalibrationSettings:
 
     Attributes:
         tokens: tokens of text to use, in contexts of ``context`` tokens that do not overlap.
-        positions: everything is averaged over contexts that begin at positions spread over this many; 0 means as many
-            as the model was made for, up to ``MOST_POSITIONS``.
+        positions: number of positions over which the beginnings of contexts are spread. 0 means as many as the model
+            was made for, up to ``MOST_POSITIONS``.
         seed: 0 spreads the contexts evenly over the corpus; any other number draws them at random.
         granularity: "per-head" (one rotation per layer and KV head) or "per-layer" (shared by a layer's heads).
         composition: a key of ``compose.OBJECTIVES``.
@@ -73,9 +73,9 @@ class CalibrationSettings:
         clip_grid: clip quantiles to try.
         clip_contexts: contexts that the grid is measured on, ``clip_blocks`` pages of queries in each.
         sensitivity_contexts: contexts of at most ``sensitivity_context`` tokens that sensitivities are measured on;
-            0 leaves them out.
-        sensitivity_draws: backward passes over each of these.
-        sink, recent: BF16 tokens at both ends, as the server will have.
+            0 measures no sensitivities.
+        sensitivity_draws: backward passes over each of these contexts.
+        sink, recent: BF16 tokens at both ends, as in the server.
     """
 
     tokens: int = 32768
@@ -116,7 +116,7 @@ class CalibrationSettings:
 
 
 def draw_contexts(ids: torch.Tensor, settings: CalibrationSettings) -> torch.Tensor:
-    """Contexts of the corpus without overlap, int64 ``[n, context]``: evenly spread (seed 0) or drawn at random."""
+    """Returns contexts of the corpus without overlap, int64 ``[n, context]``: evenly spread (seed 0) or random."""
     count = settings.tokens // settings.context
     slack = ids.numel() - count * settings.context
     if slack < 0:
@@ -126,7 +126,7 @@ def draw_contexts(ids: torch.Tensor, settings: CalibrationSettings) -> torch.Ten
         )
     if settings.seed == 0:
         starts = torch.linspace(0, ids.numel() - settings.context, count).long()
-    else:  # sorted gaps that share the slack: every choice without overlap is as likely
+    else:  # sorted gaps divide the slack, so contexts do not overlap
         generator = torch.Generator().manual_seed(settings.seed)
         gaps = torch.randint(slack + 1, (count,), generator=generator).sort().values
         starts = gaps + torch.arange(count) * settings.context
@@ -134,18 +134,18 @@ def draw_contexts(ids: torch.Tensor, settings: CalibrationSettings) -> torch.Ten
 
 
 def first_positions(settings: CalibrationSettings, count: int, hf_config: Any) -> list[int]:
-    """Returns positions of ``count`` contexts' first tokens, from 0; each doubling of the length has equally many.
+    """Returns the positions where ``count`` contexts begin, from 0; each doubling of the length has equally many.
 
-    Short prompts have only the first positions, so evenly spread ones would be about the longest prompts alone.
+    Short prompts have only the first positions, so evenly spread positions would represent only the longest prompts.
     """
     most = max(settings.positions or positions_of(hf_config), settings.context) / settings.context
     return [round(settings.context * (most ** (i / max(count - 1, 1)) - 1)) for i in range(count)]
 
 
 def positions_of(hf_config: Any) -> int:
-    """Returns the positions that the model was made for, up to ``MOST_POSITIONS``; 0 if it does not say.
+    """Returns how many positions the model was made for, up to ``MOST_POSITIONS``; 0 if its config does not say.
 
-    Where RoPE itself changes beyond the length that it was trained with (longrope, dynamic), no more than those.
+    If RoPE itself changes beyond the length that it was trained with (longrope, dynamic), only that length counts.
     """
     text = hf_config.get_text_config()
     rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}

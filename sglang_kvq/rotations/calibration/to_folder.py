@@ -1,4 +1,4 @@
-"""Steps of ``kvq calibrate``: read model and text, calibrate, write the folder."""
+"""Runs the steps of ``kvq calibrate``: reads model and text, calibrates, and writes the folder."""
 
 from __future__ import annotations
 
@@ -47,17 +47,17 @@ def calibrate_to_folder(
 ) -> Calibrated:
     """Calibrates and writes ``output``.
 
-    Interrupted, it leaves its sums in ``partial_folder(output)`` and continues from them the next time.
+    If interrupted, it leaves its sums in ``partial_folder(output)`` and continues from them the next time.
 
     Args:
         texts, text_share: see ``settings.read_corpus``.
         base_model: name to record; None records ``model_path``, or a local folder's own name.
-        restart: discard what an interrupted run left.
+        restart: discard the sums that an interrupted run left.
         engine: runs the model instead of transformers, without sensitivities and checkpoint: ``calibrate_on_engine``.
-        check: is called with the corpus, int64 ``[tokens]``, before anything runs; it raises if they will not do.
+        check: called with the corpus, int64 ``[tokens]``, before anything runs; it raises if the corpus is unsuitable.
 
     Raises:
-        KVQuantError: model or text not loadable, output exists, or as ``calibrate`` or ``check``.
+        KVQuantError: the model or text cannot be loaded, the output exists, or an error of ``calibrate`` or ``check``.
     """
     check_output(output, overwrite=overwrite)  # before the hour of work, not after
     progress("reading the text", 0, 1)
@@ -109,10 +109,10 @@ def calibrate_to_folder(
 
 
 def _continues(kept: Path) -> str:
-    """Ends an error message with how to resume, if there is something to resume from."""
+    """Returns the end of an error message that says how to resume; empty if there are no sums to resume from."""
     return f" What was measured is in {kept}: the same command continues from there." if kept.exists() else ""
 
 
 def partial_folder(output: Path) -> Path:
-    """Where an interrupted run for ``output`` keeps its sums."""
+    """Returns the folder in which an interrupted run for ``output`` keeps its sums."""
     return output.with_name(f"{output.name}.partial")

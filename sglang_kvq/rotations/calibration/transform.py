@@ -1,8 +1,9 @@
 """Transform coding's part of a calibration: the whitened bases of a model, and how much each layer's error matters.
 
 Errors in values are weighted by the square of each layer's output projection. The sensitivity pass quantizes one
-layer's keys or values with the codes that will be served, at a few patterns of widths; what that costs, by the squared
-error that the bases foresee of it, is the layer's importance. Its bits are chosen at start, for any budget.
+layer's keys or values with the codes that will be served, at a few patterns of widths. The measured cost, divided by
+the squared error that the bases predict, is the layer's importance. A starting server chooses the layer's bits from it,
+for any budget.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from sglang_kvq.rotations.resolve import coding_parts
 #: Names of the projection from heads to the residual stream, in transformers' models.
 PROJECTIONS = ("o_proj", "out_proj", "dense", "wo")
 
-#: Tokens that are run to see which modules attend.
+#: Number of tokens that are run to see which modules attend.
 SEEN = 8
 
 _FIX = "use another --composition than transform, or calibrate the unquantized model"
@@ -35,10 +36,12 @@ _FIX = "use another --composition than transform, or calibrate the unquantized m
 
 @torch.no_grad()
 def output_weights(model: Any, ids: torch.Tensor) -> torch.Tensor:
-    """Weights W of values' errors e: read with all attention, they move the residual stream by a square of e W eᵀ.
+    """Returns the weights W of errors in values.
 
-    W is float64 ``[layers, kv_heads, D, D]`` on the CPU: for W_h the columns of a layer's output projection that belong
-    to query head h, the sum of W_hᵀ W_h over the query heads that read a KV head.
+    An error e of a value that gets all attention changes the residual stream by a vector of squared length e W eᵀ.
+
+    W is float64 ``[layers, kv_heads, D, D]`` on the CPU. Let W_h be the columns of a layer's output projection that
+    belong to query head h. W is the sum of W_hᵀ W_h over the query heads that read a KV head.
     """
     heads = identity(model.config)["num_attention_heads"]
     layers, kv_heads, head_dim = geometry_of(model.config)
@@ -60,7 +63,7 @@ def output_weights(model: Any, ids: torch.Tensor) -> torch.Tensor:
 
 
 def _projection(model: Any, attention: torch.nn.Module, layer: int, width: int) -> torch.Tensor:
-    """The weight ``[hidden, width]`` of an attention's output projection."""
+    """Returns the weight ``[hidden, width]`` of an attention module's output projection, a plain linear layer."""
     where = next((name for name, module in model.named_modules() if module is attention), type(attention).__name__)
     name = next((name for name in PROJECTIONS if isinstance(getattr(attention, name, None), torch.nn.Module)), None)
     if name is None:
@@ -87,7 +90,7 @@ def _projection(model: Any, attention: torch.nn.Module, layer: int, width: int) 
     return weight
 
 
-#: Patterns measured, by their bits of four channels, one of each plane.
+#: Measured patterns of widths, by their bits for four channels, one of each plane.
 MEASURED: dict[int, Widths] = {4: (2, 1, 1, 0), 8: (4, 2, 1, 1), 12: (4, 4, 3, 1)}
 
 #: Unit of ``meta.sensitivity``.
@@ -96,7 +99,7 @@ UNIT = (
     + ", ".join("+".join(map(str, widths)) for widths in MEASURED.values())
     + ")"
 )
-#: And where there are none.
+#: Text in place of the unit if no sensitivities were measured.
 UNMEASURED = "not measured; importance is one over the energy of a layer's keys (values): errors count relative to it"
 
 #: A layer's importance is at least this share of the largest.
@@ -104,7 +107,7 @@ LEAST_IMPORTANCE = 1e-9
 
 
 def transform_rotations(moments: Moments, weights: torch.Tensor, meta: RotationMeta) -> Rotations:
-    """Whitened bases, with importances for the case that no sensitivities are measured; weights: ``output_weights``."""
+    """Computes whitened bases, with importances in case no sensitivities are measured; weights: ``output_weights``."""
     if moments.vv.shape[1] == 1:
         weights = weights.mean(1, keepdim=True)
     mean = moments.k_mean
@@ -128,13 +131,13 @@ def transform_rotations(moments: Moments, weights: torch.Tensor, meta: RotationM
 
 
 def _whitened(basis: Basis) -> tuple[torch.Tensor, torch.Tensor]:
-    """The matrix of what is coded, in which every channel has variance 1, and that of what reads it: float32."""
+    """Returns the matrix for coded rows, which gives channels variance 1, and that for queries or outputs: float32."""
     sigma = basis.energies.sqrt()
     return (basis.encode / sigma[..., None, :]).float(), (basis.decode * sigma[..., :, None]).mT.float()
 
 
 class PlaneQuantizer(Quantizer):
-    """The ``Quantizer`` of transform coding, with the codes that are served, at each of ``MEASURED``."""
+    """The ``Quantizer`` of transform coding, with the codes that are served and each pattern of ``MEASURED``."""
 
     variants = tuple((part, bits) for bits in MEASURED for part in ("k", "v"))
 
@@ -153,10 +156,12 @@ class PlaneQuantizer(Quantizer):
 
 
 def with_importance(rotations: Rotations, nats: torch.Tensor) -> Rotations:
-    """The rotations with what ``PlaneQuantizer``'s variants cost, float64 ``[layers, variants]``, in their meta.
+    """Returns the rotations with measured sensitivities and importances in their meta.
+
+    ``nats`` has the costs of ``PlaneQuantizer``'s variants, float64 ``[layers, variants]``.
 
     Raises:
-        KVQuantError: costs that are not finite.
+        KVQuantError: a cost is not finite.
     """
     if not torch.isfinite(nats).all():
         layer = int((~torch.isfinite(nats)).any(-1).nonzero()[0, 0])
@@ -176,9 +181,12 @@ def with_importance(rotations: Rotations, nats: torch.Tensor) -> Rotations:
 
 
 def importance_of(nats: torch.Tensor, foreseen: torch.Tensor) -> torch.Tensor:
-    """The geometric mean of cost over foreseen error, both float64 ``[layers, patterns]``: float64 ``[layers]``."""
-    # What nothing reads costs nothing, and so little that the arithmetic loses it counts as none: a mean of logarithms
-    # would make of one such 0 that the layer's errors are free at any width.
+    """Returns the geometric mean, over patterns, of cost divided by predicted error: float64 ``[layers]``.
+
+    Both arguments are float64 ``[layers, patterns]``.
+    """
+    # A cost is 0 if nothing reads the error, or if it is lost in rounding. In a mean of logarithms, a single 0 would
+    # make the layer's errors free at any width.
     ratio = nats / foreseen
     least = (LEAST_IMPORTANCE * ratio.amax()).clamp(min=torch.finfo(torch.float32).tiny)
     return torch.maximum(ratio, least).log().mean(-1).exp()

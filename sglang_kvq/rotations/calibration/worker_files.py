@@ -1,8 +1,8 @@
-"""Files that workers of a captured engine leave in a folder, and their merge into one model's moments.
+"""Files in which an engine's workers leave captured activations and their sums, and the merge into a model's moments.
 
-``rank{r}.stage{first layer}.safetensors``: the sums of ``MomentSums`` over the worker's KV heads; metadata: contexts,
-and as ``place`` the ``Worker``. ``rank{r}.layer{l}.sample.safetensors``: BF16 q, k, v ``[heads, T, D]`` of the last
-context. Every file appears whole or not at all. Nothing here imports sglang.
+``rank{r}.stage{first layer}.safetensors`` has the sums of ``MomentSums`` for the worker's KV heads. Its metadata are
+``contexts``, the number of contexts, and ``place``, the ``Worker``. ``rank{r}.layer{l}.sample.safetensors`` has BF16 q,
+k, v ``[heads, T, D]`` of the last context. Every file appears whole or not at all. This module does not import sglang.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from sglang_kvq.rotations.maths.moments import MomentSums
 
 @dataclass(frozen=True)
 class Worker:
-    """Heads and layers of the model that a worker holds: its rank among ``size`` that share the heads.
+    """Heads and layers of the model that a worker holds; ``rank`` is its number among ``size`` that share the heads.
 
-    Layers are those of ``identity.cached_layers``: ``layers`` of them from ``first_layer`` on.
+    It holds ``layers`` of the model's ``identity.cached_layers``, from the index ``first_layer`` on.
     """
 
     rank: int
@@ -35,19 +35,19 @@ class Worker:
 
 
 def write_sums(folder: Path, sums: MomentSums, contexts: int, worker: Worker) -> None:
-    """One worker's sums over so many contexts."""
+    """Writes one worker's sums over ``contexts`` contexts."""
     metadata = {"contexts": str(contexts), "place": json.dumps(asdict(worker))}
     write_tensors(folder / f"rank{worker.rank}.stage{worker.first_layer}.safetensors", sums.state, metadata)
 
 
 def write_sample(folder: Path, rank: int, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    """One context's activations of one layer, ``[heads, T, D]``."""
+    """Writes one context's activations of one layer, each ``[heads, T, D]``."""
     tensors = {name: x.to(torch.bfloat16) for name, x in (("q", q), ("k", k), ("v", v))}
     write_tensors(folder / f"rank{rank}.layer{layer}.sample.safetensors", tensors, {})
 
 
 def read_sums(folder: Path, contexts: int, skip: int) -> MomentSums:
-    """The whole model's sums: heads of all ranks side by side; a head that several ranks hold is their mean.
+    """Reads the whole model's sums: the heads of all ranks side by side; averages a head that several ranks hold.
 
     Raises:
         KVQuantError: a worker wrote nothing, or counted another number of contexts than ``contexts``.
@@ -74,7 +74,7 @@ def read_sums(folder: Path, contexts: int, skip: int) -> MomentSums:
             raise KVQuantError(f"{folder}: ranks {missing} of {size} wrote nothing; see the engine's log.")
         for name in ranks[0]:
             parts = torch.cat([ranks[r][name] for r in range(size)])
-            # More ranks than heads: consecutive ranks hold the same one.
+            # If there are more ranks than heads, consecutive ranks hold the same head.
             state[name] = parts.unflatten(0, (kv_heads, -1)).mean(1)
     return MomentSums(skip, state)
 
@@ -82,7 +82,7 @@ def read_sums(folder: Path, contexts: int, skip: int) -> MomentSums:
 def read_samples(
     folder: Path, layers: int, kv_heads: int
 ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Layer by layer: its number, q ``[q_heads, T, D]``, k, v ``[kv_heads, T, D]`` of the last context."""
+    """Yields each layer's number, and its q ``[q_heads, T, D]``, k, v ``[kv_heads, T, D]`` of the last context."""
     for layer in range(layers):
         paths = list(folder.glob(f"rank*.layer{layer}.sample.safetensors"))
         if not paths:

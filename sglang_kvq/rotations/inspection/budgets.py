@@ -1,12 +1,12 @@
 """Recommends a bit budget for a model's transform coding, measured on text that calibration has not seen.
 
-A model runs a few contexts exactly, with history through the records of each of ``BUDGETS``, and with ``REFERENCE``,
+A model runs a few contexts exactly, with its history in the records of each of ``BUDGETS``, and with ``REFERENCE``,
 which is nearly lossless. ``kvq calibrate`` writes the result to the folder's ``config.json`` as ``divergence``.
 
-The recommendation is the least budget whose divergence plus one standard error is within a limit, as that of every
-larger one is: both guard against lucky measurements. The limit is ``TOLERANCE`` times the reference's divergence or
-``SMALL``, whichever is larger. There is no bend in the curve to look for: at high rates, half a bit less doubles the
-error everywhere.
+A budget is acceptable if its divergence plus one standard error is within a limit. The recommendation is the least
+budget that is acceptable together with every larger one. The standard error and the larger budgets guard against lucky
+measurements. The limit is ``TOLERANCE`` times the reference's divergence or ``SMALL``, whichever is larger. The curve
+has no bend that could be the limit: at high rates, half a bit less doubles the error everywhere.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ FIELD = "divergence"
 
 @dataclass(frozen=True)
 class HeldOut:
-    """The text to measure on: contexts of ``length`` tokens, between BF16 tokens ``sink`` and ``recent``.
+    """The text to measure on: contexts of ``length`` tokens, whose ``sink`` first and ``recent`` last ones are BF16.
 
     Only a context's second half counts, because the first is mostly BF16.
     """
@@ -72,12 +72,13 @@ class HeldOut:
 
 @dataclass(frozen=True)
 class Measured:
-    """One method at one width.
+    """Measurements of one method at one width.
 
     Attributes:
         budget: value of --kv-quant-bits; None for the method's only width.
         bits: allocated bits per element of a page without BF16 copy, everything counted.
-        capacity: tokens per BF16 token at equal memory, minus BF16 pages at the default --kv-quant-bf16-budget.
+        capacity: tokens in the memory of one BF16 token, without the memory of BF16 pages at the default
+            --kv-quant-bf16-budget.
         kl, kl_error: mean divergence in nats per token, and its standard error.
         top1, top1_error: share of tokens where both predict the same most likely successor, and its standard error.
     """
@@ -94,7 +95,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class BudgetDivergence:
-    """The measured divergences of a model, and of how many ``tokens`` in all; budgets ascend."""
+    """The measured divergences of a model, over ``tokens`` tokens in all; budgets ascend."""
 
     budgets: Annotated[tuple[Measured, ...], Field(min_length=1)]
     reference: Measured
@@ -109,7 +110,7 @@ class BudgetDivergence:
 
     @cached_property
     def recommended(self) -> float | None:
-        """The least budget within the limit, see the module; None if not even the largest is."""
+        """The recommended budget, by the rule in the module's docstring; None if not even the largest is acceptable."""
         found = None
         for row in sorted(self.budgets, key=lambda row: row.bits, reverse=True):
             if not row.kl + row.kl_error <= self.limit:
@@ -133,7 +134,7 @@ def measure_held_out(
 ) -> BudgetDivergence:
     """Measures budgets on the part of a corpus, int64 ``[tokens]``, that calibration did not draw.
 
-    It adds them to ``folder``, which holds the rotations.
+    It adds the measurements to ``folder``, which holds the rotations.
     """
     starts = held_out_starts(len(ids), settings, held_out)
     contexts = [ids[start : start + held_out.length] for start in starts]
@@ -143,7 +144,7 @@ def measure_held_out(
 
 
 def held_out_starts(tokens: int, settings: CalibrationSettings, held_out: HeldOut) -> list[int]:
-    """Returns the first tokens of contexts that calibration does not draw, spread over the corpus."""
+    """Returns the indices where held-out contexts begin, which calibration does not draw, spread over the corpus."""
     drawn = draw_contexts(torch.arange(tokens), settings)
     begins = [0, *(drawn[:, -1] + 1).tolist()]
     room = []
@@ -208,7 +209,7 @@ def _measured(candidate: Candidate, budget: float | None, divergence: TokenDiver
 
 
 def _mean(values: torch.Tensor) -> tuple[float, float]:
-    """Returns the mean of ``[pages * PAGE_SIZE]`` and its standard error between pages: neighbors fail together."""
+    """Returns the mean of ``[pages * PAGE_SIZE]`` and its standard error between pages: tokens are not independent."""
     pages = values.unflatten(0, (-1, PAGE_SIZE)).mean(1)
     return float(pages.mean()), float(pages.std() / len(pages) ** 0.5)
 

@@ -1,4 +1,4 @@
-"""Methods as a fake-quantized model uses them: rotations and page formats of every layer."""
+"""Methods in the form that a fake-quantized model needs: rotations and page formats of every layer."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ class Candidate:
 def candidates_of(methods: Sequence[str], learned: Rotations, hf_config: Any) -> list[Candidate]:
     """Returns candidates by name; those that use the learned rotations come last.
 
-    Methods are ``NAME`` or ``NAME:BITS`` each; none means all that the rotations suit, at their default width.
+    Each method is ``NAME`` or ``NAME:BITS``. If none is given, all methods that the rotations suit are returned, at
+    their default widths.
 
     Raises:
         KVQuantError: a method or width is unknown, or the rotations are for another model or other methods.
@@ -38,7 +39,7 @@ def candidates_of(methods: Sequence[str], learned: Rotations, hf_config: Any) ->
 
 
 def takes(spec: str, learned: Rotations) -> bool:
-    """Returns whether a method can be measured with these rotations: it uses their kind, or no learned ones."""
+    """Returns whether a method can be measured with these rotations: it uses their kind, or no learned rotations."""
     method = get_method(spec.partition(":")[0])
     return method.rotation is not RotationKind.LEARNED or method.planes == learned.is_transform
 

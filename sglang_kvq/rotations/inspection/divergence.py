@@ -23,8 +23,8 @@ from sglang_kvq.rotations.maths.fake_quant import RotatedContext, page_round_tri
 class FakeQuantAttention:
     """An ``AttentionHook``: causal attention over a quantized history and a BF16 sink and window.
 
-    The format is one for all layers or one each; None rounds to BF16 only (the baseline). ``sink`` and ``recent`` are
-    multiples of ``PAGE_SIZE``.
+    ``format`` is one for all layers or a sequence with one per layer; None only rounds to BF16 (the baseline).
+    ``sink`` and ``recent`` are multiples of ``PAGE_SIZE``.
     """
 
     format: RecordFormat | Sequence[RecordFormat] | None
@@ -46,7 +46,8 @@ class FakeQuantAttention:
 class TokenDivergence:
     """Change of the model's next-token distributions, token by token, contexts one after another.
 
-    ``kl`` is KL(BF16 || candidate) in nats, float64 ``[tokens]``; ``agrees`` says if the most likely token is the same.
+    ``kl`` is KL(BF16 || candidate) in nats, float64 ``[tokens]``; ``agrees`` is True where the most likely token is the
+    same, bool ``[tokens]``.
     """
 
     kl: torch.Tensor
@@ -62,7 +63,7 @@ def divergences(
     first: int = 500,
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, TokenDivergence]:
-    """Measures the divergence of every token from position ``first`` on, by candidate's name, on the CPU.
+    """Measures the divergence of every token from position ``first`` on; returns results on the CPU, by candidate.
 
     Args:
         model: a transformers causal language model, best in float32 (only the cache is rounded to BF16).
@@ -86,7 +87,7 @@ def divergences(
 
 
 def compare(logp: torch.Tensor, reference: torch.Tensor) -> TokenDivergence:
-    """Compares log-probabilities ``[tokens, vocab]``, in parts: a whole difference would need as much memory again."""
+    """Compares log-probabilities ``[tokens, vocab]`` in parts: the whole difference would need as much memory again."""
     kl = torch.cat(
         [
             torch.nn.functional.kl_div(a, b, reduction="none", log_target=True).sum(-1, dtype=torch.float64)
@@ -97,9 +98,9 @@ def compare(logp: torch.Tensor, reference: torch.Tensor) -> TokenDivergence:
 
 
 def log_probs(model: Any, ids: torch.Tensor, attention: FakeQuantAttention, first: int) -> torch.Tensor:
-    """Returns log-probabilities of what follows each token from ``first`` on, float32 ``[T - first, vocab]``."""
+    """Returns next-token log-probabilities at each position from ``first`` on, float32 ``[T - first, vocab]``."""
     with attention_hook(model, attention):
         ids = ids.to(model.device)
         out = model(ids[None], position_ids=positions(ids, 0), use_cache=False, logits_to_keep=len(ids) - first)
-    logits: torch.Tensor = out.logits[0, first - len(ids) :]  # some models keep all
+    logits: torch.Tensor = out.logits[0, first - len(ids) :]  # some models return all positions
     return logits.float().log_softmax(-1)

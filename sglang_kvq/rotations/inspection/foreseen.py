@@ -1,6 +1,6 @@
-"""Predicted error of transform coding at each budget, compared with the least that any code could reach.
+"""Predicts transform coding's error at each budget, and compares it with the least error that any code could reach.
 
-In the model of ``maths.transform``, a channel of energy e in a layer of importance a costs a e d nats at distortion d.
+In the model of ``maths.transform``, a channel of energy e in a layer of importance a costs a·e·d nats at distortion d.
 Reverse water-filling over all channels of all layers, keys and values together, gives a lower bound at R bits per
 element, for independent Gaussian channels.
 """
@@ -44,7 +44,7 @@ class Foreseen:
 
 
 def foreseen(rotations: Rotations, budgets: Sequence[float] = BUDGETS) -> list[Foreseen]:
-    """Returns, for each budget, the error of the widths that a server would choose, and the bound."""
+    """Returns, for each budget, the predicted error of the widths that a server would choose, and the bound."""
     weighted = weighted_energies(rotations)
     channels = torch.cat([x.flatten() for x in weighted])
     rows = []
@@ -68,7 +68,7 @@ def rate_at(energies: torch.Tensor, error: float) -> float:
     x = np.sort(energies.double().flatten().numpy())
     if error >= x.sum():
         return 0.0
-    # At a water level of the n-th smallest energy, smaller channels lose all their energy, the others the level each.
+    # If the water level is the n-th smallest energy, smaller channels lose all their energy, and others the level each.
     below = np.append(0.0, np.cumsum(x))[:-1]
     above = len(x) - np.arange(len(x))
     n = int(np.argmax(below + x * above >= error))

@@ -25,7 +25,10 @@ SINK, RECENT = 64, 256
 
 @dataclass(frozen=True)
 class Measured:
-    """Relative errors of the attention output by method, float64 ``[2, layers, kv_heads]``: keys, values quantized."""
+    """Relative errors of the attention output by method: ``errors`` are float64 ``[2, layers, kv_heads]``.
+
+    The first dimension is the quantized part: keys, then values.
+    """
 
     errors: dict[str, torch.Tensor]
     contexts: int

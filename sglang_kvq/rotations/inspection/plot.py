@@ -1,4 +1,4 @@
-"""The plot of ``kvq inspect --plot``."""
+"""Draws the plot of ``kvq inspect --plot``."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from sglang_kvq.errors import KVQuantError
 from sglang_kvq.rotations.base import Rotations
 from sglang_kvq.rotations.inspection.layer_errors import Measured
 
-#: Suffixes of files to draw to.
+#: File suffixes that ``--plot`` takes.
 SUFFIXES = (".png", ".pdf", ".svg")
 
-#: Fills matplotlib's axes in its figure with what there is of keys (part 0) or values (1).
+#: Function ``(figure, axes, part)`` that plots the data of keys (part 0) or values (part 1) into matplotlib's axes.
 _Panel = Callable[[Any, Any, int], None]
 
 
@@ -31,7 +31,7 @@ def need_matplotlib() -> None:
 
 
 def check_name(path: Path) -> None:
-    """Refuses a file to draw to that matplotlib would write under another name, or not at all."""
+    """Refuses a file for the plot that matplotlib would write under another name, or not at all."""
     if path.suffix.lower() not in SUFFIXES or path.is_dir():
         raise KVQuantError(f"--plot {path}: must be a file whose name ends in {', '.join(SUFFIXES)}.")
 

@@ -1,6 +1,6 @@
-"""The recommended budget, for ``kvq calibrate`` and ``kvq inspect``: as a table of at most 80 columns, and as text.
+"""Formats the recommended budget for ``kvq calibrate`` and ``kvq inspect``: a table of at most 80 columns, and text.
 
-For a folder that ``kvq calibrate`` wrote without one, run
+If ``kvq calibrate`` wrote a folder without a recommended budget, run
 
     python -m sglang_kvq.rotations.inspection.recommend MODEL FOLDER --text CORPUS [--contexts 2] [--length 1024]
 
@@ -34,7 +34,7 @@ from sglang_kvq.rotations.storage.files import read_local
 #: ``python -m MODULE`` measures the budgets of a folder that has none.
 MODULE = "sglang_kvq.rotations.inspection.recommend"
 
-#: A recommendation from fewer tokens has a caveat.
+#: A recommendation that was measured on fewer tokens has a caveat.
 FEW_TOKENS = 4096
 
 
@@ -75,7 +75,7 @@ def recommendation(found: BudgetDivergence) -> str:
 
 
 def few_tokens(found: BudgetDivergence) -> str:
-    """The caveat of a recommendation from little text, with a space before it; nothing from ``FEW_TOKENS`` on."""
+    """Returns the caveat of a recommendation from little text, after a space; empty from ``FEW_TOKENS`` tokens on."""
     if found.tokens >= FEW_TOKENS:
         return ""
     contexts = -(-FEW_TOKENS * found.contexts // max(found.tokens, 1))

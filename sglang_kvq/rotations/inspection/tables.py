@@ -1,4 +1,4 @@
-"""Output of ``kvq inspect``: tables of at most the terminal's width, or the same as JSON."""
+"""Formats the output of ``kvq inspect``: tables of at most the terminal's width, or the same as JSON."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def report(
 
 
 def to_json(rotations: Rotations, kv_heads: int | None, measured: Measured | None) -> dict[str, Any]:
-    """Returns all that ``report`` shows, unrounded: lists by layer; measured errors by method, layer and KV head."""
+    """Returns everything that ``report`` shows, unrounded, as lists by layer; errors by method, layer and KV head."""
     meta, (layers, _, head_dim, _) = rotations.meta, rotations.k.shape
     spectra = {"k": rotations.k_eigenvalues, "v": rotations.v_eigenvalues}
     divergence, transform = stored(rotations), rotations.is_transform
@@ -130,10 +130,10 @@ def _facts(rotations: Rotations, kv_heads: int | None, verbose: bool) -> Table:
 
 
 def _layers(rotations: Rotations) -> Table:
-    """Builds a table per layer of what was measured, the widths of planes, and how unequal the directions are."""
+    """Builds a table with a row per layer: measurements, widths of planes, and shares of the largest eigenvalues."""
     columns = [("layer", [str(layer) for layer in range(rotations.k.shape[0])])]
     for _, name, cells in layer_columns(rotations):
-        if not (rotations.is_transform and name.startswith("nats")):  # 80 columns hold no more
+        if not (rotations.is_transform and name.startswith("nats")):  # they do not fit in 80 columns
             columns.append((name, cells))
     if rotations.is_transform:
         for part, planes in plane_widths(rotations).items():
@@ -153,9 +153,9 @@ def _filled(table: Table, columns: Sequence[tuple[str, Sequence[str]]]) -> Table
 
 
 def _errors(measured: Measured, part: int, name: str, width: int) -> list[Table]:
-    """Builds tables of each method's error per layer over all heads, and of the last method's worst head.
+    """Builds tables of each method's error per layer, averaged over heads, and of the last method's worst head.
 
-    Methods that do not fit the width go to further tables.
+    Methods that do not fit in ``width`` go to further tables.
     """
     methods = list(measured.errors)
     last = measured.errors[methods[-1]][part]

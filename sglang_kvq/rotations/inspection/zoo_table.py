@@ -1,4 +1,4 @@
-"""Known rotations for ``kvq zoo``: the shipped ones and those that others publish. Looks only at this machine."""
+"""Lists known rotations for ``kvq zoo``: shipped ones, and published ones. It looks only at this machine."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Known:
 
     @property
     def method(self) -> str:
-        """A value of ``--kv-quant`` that they are for; "none" if the model is refused."""
+        """A value of ``--kv-quant`` that uses these rotations; "none" if the model is refused."""
         if self.refused:
             return "none"
         return "transform" if is_transform(self.config) else "oscar"

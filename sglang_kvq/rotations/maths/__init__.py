@@ -1,1 +1,1 @@
-"""Tensor arithmetic only: Hadamard and random matrices, second moments, transform coding, RoPE, fake quantization."""
+"""Tensor arithmetic only: Hadamard and random matrices, second moments, transform coding, fake quantization."""

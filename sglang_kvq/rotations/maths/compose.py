@@ -1,6 +1,6 @@
-"""Rotations from second moments: R = U H P, or for keys any invertible matrix that leaves scores as they are.
+"""Computes rotations from second moments: R = U H P, or for keys any invertible matrix that leaves scores unchanged.
 
-docs/notes/calibration.md says what ``offset`` and ``balanced`` gain over OSCAR's order. ``transform`` has no
+docs/notes/calibration.md says what ``offset`` and ``balanced`` gain over OSCAR's order. ``transform`` uses no
 Hadamard matrix and another code; ``maths.transform`` computes its bases.
 """
 
@@ -11,7 +11,7 @@ import torch
 from sglang_kvq.rotations.maths.fixed import hadamard_matrix
 
 #: The ``objective`` recorded in config.json for each value of ``kvq calibrate --composition``; OSCAR's is the name in
-#: its published files. "transform" without a prefix is older: all tokens have equal weights.
+#: its published files. Older files of transform coding have "transform", and gave all tokens equal weights.
 OBJECTIVES = {"balanced": "balanced_h", "offset": "offset_h", "oscar": "qqt_r_h_pbr", "transform": "attended_transform"}
 
 #: Added to both moments before balancing, relative to their mean eigenvalue. A short text gives only noise about the
@@ -48,7 +48,7 @@ def compose_values(composition: str, weighted: torch.Tensor) -> tuple[torch.Tens
 
 
 def balance(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """Returns symmetric A float64 ``[..., D, D]``: k A and q A^-1 have equal second moments, up to ``FLOOR``."""
+    """Returns symmetric A, float64 ``[..., D, D]``: k A and q A^-1 have equal second moments, except for ``FLOOR``."""
     queries, keys = _floored(queries), _floored(keys)
     root = _power(queries, 0.5)
     return _power(root @ _power(root @ keys @ root, -0.5) @ root, 0.5)
@@ -57,8 +57,8 @@ def balance(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
 def stretch(energy: torch.Tensor) -> torch.Tensor:
     """Returns eigenvectors of the balanced keys' moment C as columns, float64 ``[..., D, D]``, the first stretched.
 
-    The first column has most energy, e; m is the mean of the others'. Stretched by s² = e / 4m, it adds no more to the
-    error of a score than four of the others. Larger factors cost precision in BF16.
+    The first column has the most energy, e; the other columns have the mean energy m. The first is stretched by s, with
+    s² = e / 4m. It then adds no more to a score's error than four other columns. Larger factors cost precision in BF16.
     """
     values, vectors = torch.linalg.eigh(energy)
     stretched: torch.Tensor = vectors.flip(-1).clone()

@@ -25,8 +25,8 @@ from sglang_kvq.formats.record import RecordFormat
 class RotatedContext:
     """One context of one layer in the rotated basis, with history between a BF16 sink and a BF16 window.
 
-    History is the tokens past the sink that were at least ``recent`` tokens old when their page of queries began. The
-    server's window also moves by whole pages.
+    A query's history is the tokens past the sink that were at least ``recent`` tokens old when the query's page began.
+    The server's window also moves by whole pages.
 
     Attributes:
         q: float32 ``[q_heads, T, D]``.
@@ -57,7 +57,7 @@ class RotatedContext:
         recent: int,
         round_queries: bool = False,
     ) -> RotatedContext:
-        """Rotates activations from the model's own basis.
+        """Builds a context from activations in the model's own basis, which it rotates.
 
         Args:
             q, k, v: ``[q_heads, T, D]``, ``[kv_heads, T, D]`` twice, after RoPE, of any float dtype.
@@ -84,9 +84,9 @@ class RotatedContext:
         return causal_attention(self.q, self.k, self.v, self.scale)
 
     def block(self, start: int, k: torch.Tensor | None = None, v: torch.Tensor | None = None) -> torch.Tensor:
-        """Computes the output of the page of queries at ``start``, float32 ``[q_heads, n, D]``.
+        """Computes the output of the page of queries that begins at ``start``, float32 ``[q_heads, n, D]``.
 
-        The history's k and v are shaped like ``self.k``; None reads them exactly.
+        ``k`` and ``v`` are read for the history, with the shape of ``self.k``; None reads the exact ones.
         """
         q = self.q[:, start : start + PAGE_SIZE]
         end, history_end = start + q.shape[1], max(start - self.recent, self.sink)
@@ -104,7 +104,7 @@ class RotatedContext:
     def output(self, k: torch.Tensor | None = None, v: torch.Tensor | None = None, pages: int = 1) -> torch.Tensor:
         """Computes ``block`` for every page of queries, float32 ``[q_heads, T, D]``.
 
-        ``pages`` of them are computed together. More than one is faster on a GPU, where single pages wait for launches,
+        ``pages`` pages are computed together. More than one is faster on a GPU, where single pages wait for launches,
         and slower on a CPU.
         """
         if pages == 1:
@@ -116,8 +116,8 @@ class RotatedContext:
     def _pages(self, start: int, pages: int, k: torch.Tensor | None, v: torch.Tensor | None) -> torch.Tensor:
         """Computes ``block`` for several pages of queries at once.
 
-        The pages differ in where their history ends. Keys between the first page's and the last page's end therefore
-        come twice, quantized and exact, and a mask chooses.
+        The pages differ in where their history ends. Keys between the history's end of the first page and that of the
+        last page therefore appear twice, quantized and exact. A mask selects one of the two for each query.
         """
         q = self.q[:, start : start + pages * PAGE_SIZE]
         heads, n, end = self.k.shape[0], q.shape[1], start + q.shape[1]
@@ -128,7 +128,7 @@ class RotatedContext:
             old = exact if old is None else old
             return torch.cat((exact[:, : min(self.sink, end)], old[:, self.sink : high], exact[:, low:end]), dim=1)
 
-        group = q.shape[0] // heads  # as rows of their KV head: nothing is repeated, and all kernels of torch take it
+        group = q.shape[0] // heads  # query heads become rows of their KV head: torch's kernels then repeat no keys
         rows = q.unflatten(0, (heads, group)).flatten(1, 2)
         mask = _mask_of_pages(start, end, self.sink, self.recent, q.device).repeat(group, 1)
         out = torch.nn.functional.scaled_dot_product_attention(
@@ -144,8 +144,8 @@ class RotatedContext:
 
 @lru_cache(maxsize=256)
 def _mask_of_pages(start: int, end: int, sink: int, recent: int, device: torch.device) -> torch.Tensor:
-    """Builds the mask of ``RotatedContext._pages``, bool ``[queries, keys]``; the same in all layers."""
-    with torch.inference_mode(False):  # a cached tensor may meet autograd later
+    """Builds the mask of ``RotatedContext._pages``, bool ``[queries, keys]``, which is the same in all layers."""
+    with torch.inference_mode(False):  # autograd may use the cached tensor later
         query = torch.arange(start, end, device=device)[:, None]
         history_end = (query // PAGE_SIZE * PAGE_SIZE - recent).clamp(min=sink)
         low, high = (max(page - recent, sink) for page in (start, (end - 1) // PAGE_SIZE * PAGE_SIZE))

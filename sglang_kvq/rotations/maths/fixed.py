@@ -17,7 +17,8 @@ def hadamard_matrix(n: int) -> torch.Tensor:
     """Returns a Hadamard matrix of order n divided by sqrt(n), float64 ``[n, n]``.
 
     Row 0 is constant: ``x @ H`` turns a row's component along axis 0 into a constant over the row, which asymmetric
-    quantization stores in the zero point at no cost. A power of two has Sylvester's matrix, 96 Paley's 12, doubled.
+    quantization stores in the zero point at no cost. Powers of two give Sylvester's matrix; 96 gives Paley's matrix of
+    order 12, doubled three times.
 
     Raises:
         KVQuantError: n is not 1, 12 or 20 times a power of two.
@@ -43,7 +44,10 @@ def hadamard_rotations(layers: int, head_dim: int) -> Rotations:
 
 
 def _paley(prime: int) -> torch.Tensor:
-    """Returns Paley I, order prime + 1, row and column 0 positive. https://en.wikipedia.org/wiki/Paley_construction"""
+    """Returns Paley's matrix I: order prime + 1, ones in row and column 0.
+
+    Source: https://en.wikipedia.org/wiki/Paley_construction
+    """
     i = torch.arange(prime)
     residues = torch.isin((i - i[:, None]) % prime, (i[1:] ** 2) % prime)
     h = torch.ones(prime + 1, prime + 1, dtype=torch.float64)
@@ -55,7 +59,7 @@ def random_rotations(layers: int, kv_heads: int, head_dim: int, seed: int = 0) -
     """Draws orthogonal matrices uniformly (Haar measure), one per layer and KV head, for keys and values.
 
     Each is Q of the QR decomposition of a Gaussian matrix, with column signs from R's diagonal (Mezzadri, arXiv
-    math-ph/0609050). All processes draw the same; tensor-parallel ranks draw all heads and keep their own.
+    math-ph/0609050). All processes draw the same matrices; tensor-parallel ranks draw all heads and keep their own.
     """
     generator = torch.Generator().manual_seed(seed)
     gauss = torch.randn(2, layers, kv_heads, head_dim, head_dim, generator=generator, dtype=torch.float64)

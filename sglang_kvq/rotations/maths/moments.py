@@ -1,6 +1,6 @@
 """Moments that rotations are computed from, summed over contexts: a few ``[kv_heads, D, D]`` matrices per layer.
 
-Tokens count equally (``context_moments``), or by the attention that they get (``attended_moments``);
+Tokens count equally (``context_moments``), or are weighted by the attention that they get (``attended_moments``);
 docs/notes/calibration.md derives those weights.
 """
 
@@ -13,7 +13,7 @@ import torch
 from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.errors import KVQuantError
 
-#: Number of scores computed at a time.
+#: Maximum number of attention scores that are computed at a time.
 MOST_SCORES = 1 << 22
 
 
@@ -40,9 +40,9 @@ MOMENTS = Moments._fields
 def context_moments(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, skip: int) -> Moments:
     """Computes the moments of one context in one layer (OSCAR, arXiv 2605.17757), without the ``skip`` first tokens.
 
-    Those are never quantized, and their keys are outliers. The weight of a token's value is w_t = k_tᵀ (QᵀQ/n) k_t,
-    normalized to mean 1: how much attention scores vary with the token. q is ``[q_heads, T, D]`` after RoPE, k and v
-    are ``[kv_heads, T, D]``.
+    The first tokens are never quantized, and their keys are outliers. The weight of a token's value is
+    w_t = k_tᵀ (QᵀQ/n) k_t, normalized to mean 1; it measures how much attention scores vary with the token. q is
+    ``[q_heads, T, D]`` after RoPE, k and v are ``[kv_heads, T, D]``.
     """
     q = group_queries(q[:, skip:], k.shape[0]).double()
     k, v = k[:, skip:].double(), v[:, skip:].double()
@@ -59,24 +59,26 @@ def group_queries(q: torch.Tensor, kv_heads: int) -> torch.Tensor:
 
 
 class MomentSums:
-    """Sums of contexts' moments, by "NAME.LAYER". Memory does not grow with the text."""
+    """Sums of the moments of contexts: ``state`` has them by "NAME.LAYER". Memory does not grow with the text."""
 
     def __init__(self, skip: int, state: dict[str, torch.Tensor] | None = None) -> None:
         self.skip, self.state = skip, state or {}
 
     @torch.no_grad()
     def add(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Adds one context's layer; arguments as for ``context_moments``."""
+        """Adds one layer of one context; the arguments are those of ``context_moments``."""
         self.add_moments(layer, context_moments(q, k, v, self.skip))
 
     def add_moments(self, layer: int, moments: Moments) -> None:
-        """Adds one context's moments of a layer, with any weights."""
+        """Adds the moments of one layer of one context; they may be weighted in any way."""
         for name, moment in zip(MOMENTS, moments):
             key = f"{name}.{layer}"
             self.state[key] = self.state[key].to(moment.device) + moment if key in self.state else moment
 
     def mean(self, layers: int, contexts: int, *, shared: bool) -> Moments:
-        """Averages over contexts, on the CPU, layers as the first dimension; 1 for kv_heads if ``shared``.
+        """Returns the mean over contexts, on the CPU, with layers as the first dimension.
+
+        If ``shared``, it is also the mean over KV heads, whose dimension is then 1.
 
         Raises:
             KVQuantError: a layer was never seen, or its sums are not finite.
@@ -102,12 +104,12 @@ class MomentSums:
 def attended_moments(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, *, sink: int, recent: int
 ) -> Moments:
-    """Returns ``moments.Moments`` of one context in one layer, weighted by the cost of an error.
+    """Returns the moments of one context in one layer, weighted by the cost of an error.
 
     Pairs of a query and a key in its BF16 sink or window have weight 0, as in ``fake_quant.RotatedContext``. The
     weights of a head sum to 1. If a head pays its history no attention, all tokens past the sink have equal weights.
 
-    Arguments are those of ``fake_quant.RotatedContext.of``.
+    The arguments are those of ``fake_quant.RotatedContext.of``.
 
     Returns:
         qq of queries weighted by sum_k p^2 |v - o|^2; kk and k_mean of keys weighted by sum_q p^2 |v - o|^2 |q|^2; vv
@@ -146,7 +148,7 @@ def attended_moments(
 
 
 def _shares(weights: torch.Tensor, alike: torch.Tensor) -> torch.Tensor:
-    """Normalizes weights ``[kv_heads, n]`` to sum 1; a row of zeros becomes equal weights of the tokens in a mask."""
+    """Normalizes weights ``[kv_heads, n]`` to sum 1; a row of zeros becomes equal weights for the mask's tokens."""
     total = weights.sum(-1, keepdim=True)
     shares = torch.where(total > 0, weights / total.clamp(min=torch.finfo(total.dtype).tiny), alike / alike.sum())
     return shares.unsqueeze(-1)

@@ -1,11 +1,12 @@
 """Transform coding: a basis in which errors are independent, and the number of bits for each of its channels.
 
-For C the covariance of keys and W the moment of the queries that read them, let W^1/2 C W^1/2 = U L U^T. Channels
-y = U^T W^1/2 (k - mean) are independent with variances L, and a score's squared error is y's (Goyal, "Theoretical
-foundations of transform coding", 2001). Values have W_o^T W_o for W and no mean. docs/notes/calibration.md has more.
+Let C be the covariance of keys, W the moment of the queries that read them, and W^1/2 C W^1/2 = U L U^T. Channels
+y = U^T W^1/2 (k - mean) are independent with variances L, and the squared error of a score is that of y (Goyal,
+"Theoretical foundations of transform coding", 2001). For values, W is W_o^T W_o, and there is no mean.
+docs/notes/calibration.md has more.
 
-A uniform quantizer codes the channels. Its step, for a Gaussian of variance 1, is ``STEPS``. ``fold_steps`` folds the
-steps into the basis, so that a step is 1 in ``formats.planes``.
+A uniform quantizer codes the channels. ``STEPS`` has its steps for a Gaussian of variance 1. ``fold_steps`` folds the
+steps into the basis, so that every step is 1 in ``formats.planes``.
 """
 
 from __future__ import annotations
@@ -42,9 +43,9 @@ PATTERNS: tuple[Widths, ...] = tuple(
 
 @dataclass(frozen=True)
 class Basis:
-    """The coding basis of keys or values, float64; ``encode`` multiplies rows into it, ``decode`` is its inverse.
+    """The coding basis of keys or values, float64: ``encode`` takes rows into it, ``decode`` is its inverse.
 
-    ``energies`` ``[..., D]`` descend: each channel's variance, in units of the weighted squared error.
+    ``energies`` ``[..., D]`` are the channels' variances, descending, in units of the weighted squared error.
     """
 
     encode: torch.Tensor
@@ -55,16 +56,16 @@ class Basis:
 def coding_gain(energies: torch.Tensor) -> torch.Tensor:
     """Returns the arithmetic mean of energies ``[..., D]`` over their geometric mean, in dB: float64 ``[...]``.
 
-    It is what bits allocated by energy save over equal bits.
+    It is the factor by which bits allocated by energy reduce the error, compared with equal bits for all channels.
     """
     energies = energies.double()
     return 10 * (energies.mean(-1).log10() - energies.log10().mean(-1))
 
 
 def fold_steps(rotations: LayerRotations, k_widths: torch.Tensor, v_widths: torch.Tensor) -> LayerRotations:
-    """Folds the steps of widths int ``[layers, PLANES]`` into whitened bases; the server rotates by the result.
+    """Folds the steps of widths int ``[layers, PLANES]`` into whitened bases; the server rotates with the result.
 
-    Scores and outputs stay the same, and a quantizer step of keys and values is 1.
+    Scores and outputs stay the same, and the quantizer's step for keys and values becomes 1.
     """
 
     def steps(widths: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
@@ -81,7 +82,7 @@ def fold_steps(rotations: LayerRotations, k_widths: torch.Tensor, v_widths: torc
 
 
 def coding_basis(covariance: torch.Tensor, weight: torch.Tensor) -> Basis:
-    """Computes the coding basis of keys by their covariance, or of values by their second moment, ``[..., D, D]``.
+    """Computes the coding basis of keys from their covariance, or of values from their second moment, ``[..., D, D]``.
 
     An error e costs e^T weight e.
 
@@ -111,11 +112,12 @@ def _root(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def choose_widths(
     k_costs: torch.Tensor, v_costs: torch.Tensor, budget: float, most: int = MOST_PAIRS
 ) -> list[tuple[Widths, Widths]]:
-    """Chooses each layer's patterns of keys and values, of least cost within a budget, from few different pairs.
+    """Chooses each layer's patterns of keys and values: least cost within a budget, with at most ``most`` pairs.
 
     A layer takes the pair of least cost + price * bits, for the price that meets the budget (Shoham and Gersho,
     "Efficient bit allocation for an arbitrary set of quantizers", 1988). The pairs that cost least to give up are
-    removed, others move to what suits their layers best (Lloyd), and the remaining budget is spent where it helps most.
+    removed. Each other pair moves to the patterns that suit its layers best (Lloyd). The remaining budget is spent
+    where it saves most.
 
     Args:
         k_costs, v_costs: float64 ``[layers, PATTERNS]``: the cost of each pattern's error in each layer.
@@ -129,7 +131,7 @@ def choose_widths(
     if not (torch.isfinite(k_costs).all() and torch.isfinite(v_costs).all()):
         raise KVQuantError("a layer's error has no finite cost; calibrate with another text or dtype.")
     k, v = k_costs.numpy(), v_costs.numpy()
-    bits = np.array([sum(p) for p in PATTERNS]) / (2 * PLANES)  # a layer's keys or values
+    bits = np.array([sum(p) for p in PATTERNS]) / (2 * PLANES)  # keys and values have half of a layer each
     layers = np.arange(len(k))
     best: tuple[float, np.ndarray] | None = None
     low, high = 0.0, float(max(k.max() - k.min(), v.max() - v.min())) * 16 * PLANES + 1.0
@@ -177,9 +179,9 @@ def _few_pairs(k: np.ndarray, v: np.ndarray, most: int) -> np.ndarray:
 
 
 def _spend(costs: np.ndarray, bits: np.ndarray, chosen: np.ndarray, budget: float) -> np.ndarray | None:
-    """Spends the remaining budget by steps of greatest saving per bit; None if ``chosen`` already exceeds it.
+    """Spends the remaining budget by steps of greatest saving per bit; None if ``chosen`` already exceeds the budget.
 
-    costs: ``[layers, pairs]``; bits: of a pair; chosen: int ``[layers]``.
+    costs: ``[layers, pairs]``; bits of each pair: ``[pairs]``; chosen pairs: int ``[layers]``.
     """
     chosen, left = chosen.copy(), budget - bits[chosen].sum()
     if left < -1e-9:
@@ -202,7 +204,7 @@ def plane_energies(energies: torch.Tensor) -> torch.Tensor:
 
 
 def coded_error(energies: torch.Tensor, widths: torch.Tensor) -> torch.Tensor:
-    """Predicts the squared error of rows, all heads together: float64 ``[layers]``.
+    """Predicts the squared error of rows, summed over heads: float64 ``[layers]``.
 
     Energies are ``[layers, heads, D]``, widths int ``[PLANES]`` or ``[layers, PLANES]``.
     """

@@ -1,1 +1,1 @@
-"""Rotations outside a process: folders in two layouts, the hub, and which ones belong to a model."""
+"""Rotations on disk and on the hub: reads and writes folders in two layouts, and finds a model's rotations."""

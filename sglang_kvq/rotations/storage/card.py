@@ -7,7 +7,7 @@ from sglang_kvq.rotations.maths.transform import coding_gain
 
 
 def model_card(rotations: Rotations, kv_heads: int | None, target: str | None = None) -> str:
-    """Markdown with the hub's metadata block: where the rotations come from, their errors, and how to serve them."""
+    """Returns Markdown with the hub's metadata block: the rotations' origin, their errors, and how to serve them."""
     meta = rotations.meta
     layers, _, dim, _ = rotations.k.shape
     hub_id = meta.base_model if meta.base_model and meta.base_model.count("/") == 1 else None
@@ -48,7 +48,7 @@ def model_card(rotations: Rotations, kv_heads: int | None, target: str | None = 
 
 
 def layer_columns(rotations: Rotations) -> list[tuple[str, str, list[str]]]:
-    """Columns of what was measured per layer: heading in a model card, heading in a terminal, cells."""
+    """Returns columns of measurements per layer: heading in a model card, heading in a terminal, cells."""
     meta, layers = rotations.meta, rotations.k.shape[0]
     columns: list[tuple[str, str, list[str]]] = []
     for part, clips in zip("KV", meta.clips(layers)):
@@ -71,7 +71,7 @@ def layer_columns(rotations: Rotations) -> list[tuple[str, str, list[str]]]:
 
 
 def layer_table(rotations: Rotations) -> list[str]:
-    """Markdown rows of ``layer_columns``."""
+    """Formats ``layer_columns`` as lines of Markdown."""
     meta, columns = rotations.meta, layer_columns(rotations)
     if not columns:
         return []
@@ -89,14 +89,14 @@ def layer_table(rotations: Rotations) -> list[str]:
 
 
 def served_by(rotations: Rotations) -> str:
-    """A value of ``--kv-quant`` that they are for."""
+    """Returns a value of ``--kv-quant`` that uses these rotations."""
     return "transform" if rotations.is_transform else "oscar"
 
 
 def coding_gains(rotations: Rotations) -> dict[str, list[float]] | None:
     """Returns the coding gains of keys ("k") and values ("v") in dB, per layer, averaged over heads.
 
-    None except for transform coding.
+    Returns None for rotations that are not for transform coding.
     """
     if rotations.k_energies is None or rotations.v_energies is None:
         return None
@@ -105,19 +105,19 @@ def coding_gains(rotations: Rotations) -> dict[str, list[float]] | None:
 
 
 def describe_gains(rotations: Rotations) -> str:
-    """Coding gains, all layers' mean."""
+    """Formats the coding gains of keys and values, averaged over layers."""
     gains = coding_gains(rotations) or {}
     return ", ".join(f"{part.upper()} {sum(values) / len(values):.1f} dB" for part, values in gains.items())
 
 
 def describe_clips(clip: float | tuple[float, ...] | None) -> str:
-    """One ratio, or the range of the layers' ratios, in words."""
+    """Describes one clip ratio, or the range of the layers' ratios, in words."""
     found = clip_range(clip)
     return f"{found.replace('-', ' to ')} by layer" if "-" in found else found or "not measured"
 
 
 def clip_range(clip: float | tuple[float, ...] | None) -> str:
-    """One ratio, or the least and greatest of the layers'; empty if not measured."""
+    """Formats one clip ratio, or the least and greatest of the layers' ratios; empty if not measured."""
     if clip is None:
         return ""
     low, high = (min(clip), max(clip)) if isinstance(clip, tuple) else (clip, clip)

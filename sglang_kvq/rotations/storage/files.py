@@ -1,7 +1,7 @@
-"""Rotation folders: ``rotations.safetensors`` beside ``config.json``, or a published pair of ``.pt`` files.
+"""Reads and writes rotation folders: ``rotations.safetensors`` and ``config.json``, or a published pair of files.
 
-The tensors are those of ``Rotations``, float32, by ``TENSORS`` and ``SPECTRA``. ``config.json`` has the fields of
-``schema.RotationConfig``, ``sha256`` of the tensor file among them. ``storage.published`` has the other layout.
+The tensors are those of ``Rotations`` that ``TENSORS`` and ``SPECTRA`` name, in float32. ``config.json`` has the fields
+of ``schema.RotationConfig``, including the tensor file's ``sha256``. ``storage.published`` handles the other layout.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from sglang_kvq.rotations.storage.schema import (
     plain_tensor,
 )
 
-#: The tensors of each format_version of config.json: keys and queries share a rotation; queries have their own; all
-#: that transform coding needs.
+#: The tensors by ``format_version`` of config.json: keys and queries share a rotation; queries have their own; all
+#: tensors for transform coding.
 TENSORS = {1: ("k", "v"), 2: ("k", "v", "q"), TRANSFORM_VERSION: ("k", "v", "q", *TRANSFORM_TENSORS)}
-#: These may be there too.
+#: Optional tensors of every version.
 SPECTRA = ("k_eigenvalues", "v_eigenvalues")
 
 #: Stamp of each file of a folder: real path, time of writing, size.
@@ -56,8 +56,8 @@ def load_rotations(
         numbers: the model's numbers of its layers, by which published files may name them.
 
     Raises:
-        KVQuantError: nothing there; hub unreachable; file missing, truncated, altered or refused; other
-            geometry; a layer missing; not finite; not orthogonal. The message has the fix.
+        KVQuantError: nothing is there; the hub is unreachable; a file is missing, truncated, altered or refused; the
+            geometry differs; a layer is missing; values are not finite or not orthogonal. The message has the fix.
     """
     return _load_checked(_resolve(str(location)), layers, kv_heads, head_dim, numbers)
 
@@ -65,23 +65,24 @@ def load_rotations(
 def load_once(
     location: str | Path, *, layers: int, kv_heads: int, head_dim: int, numbers: LayerNumbers | None = None
 ) -> Rotations:
-    """``load_rotations``, but the last ones are kept until their files change: a server's start asks several times.
+    """Works like ``load_rotations``, but keeps the last rotations until their files change.
 
-    The hub is asked once in a process. The tensors are shared by all callers; do not write to them.
+    A starting server asks for them several times. The hub is asked once in a process. The tensors are shared by all
+    callers; do not write to them.
     """
     place = _resolve(str(location), _download_once)
     return _load_kept(place, layers, kv_heads, head_dim, numbers, _stamp(place))
 
 
 def read_local(folder: Path) -> tuple[Rotations, int | None]:
-    """``read_rotations`` of a folder on this machine."""
+    """Calls ``read_rotations`` for a folder on this machine; refuses a path that is no folder."""
     if not folder.is_dir():
         raise KVQuantError(f"{folder}: no such folder. {_NO_ROTATIONS}")
     return read_rotations(folder)
 
 
 def read_rotations(location: str | Path) -> tuple[Rotations, int | None]:
-    """Loads and checks rotations of whatever geometry, and the KV heads of their model if the files tell."""
+    """Loads and checks rotations of any geometry; also returns their model's number of KV heads, None if unknown."""
     rotations, kv_heads = _load(_resolve(str(location)))
     heads = max(rotations.k.shape[1], rotations.v.shape[1])
     known_heads = kv_heads or (heads if heads > 1 else None)
@@ -108,7 +109,7 @@ def save_rotations(rotations: Rotations, folder: str | Path, *, kv_heads: int, o
             shared = any(tensor.data_ptr() == other.data_ptr() for other in tensors.values())
             tensors[name] = tensor.clone() if shared else tensor  # safetensors refuses shared memory
     meta = asdict(rotations.meta)
-    for name in ("source", "sha256", "files"):  # where they were found is not a property of the file; its hash is new
+    for name in ("source", "sha256", "files"):  # these describe the files that were read, not the new one
         del meta[name]
     with new_folder(folder, overwrite=overwrite) as temporary:
         save_file(tensors, temporary / TENSOR_FILE)
@@ -126,10 +127,10 @@ def save_rotations(rotations: Rotations, folder: str | Path, *, kv_heads: int, o
 def convert_rotations(
     source: str | Path, output: str | Path, *, to: str, kv_heads: int | None = None, overwrite: bool = False
 ) -> None:
-    """Rewrites rotations in the layout ``to``: "safetensors" or "pt". Arguments as ``kvq convert``.
+    """Rewrites rotations in the layout ``to``: "safetensors" or "pt". The arguments are those of ``kvq convert``.
 
     Raises:
-        KVQuantError: as ``load_rotations`` and ``save_rotations``; or KV heads needed and not known.
+        KVQuantError: as ``load_rotations`` and ``save_rotations``; or the number of KV heads is needed and not known.
     """
     rotations, known_heads = read_rotations(source)
     if to == "pt":
@@ -144,10 +145,10 @@ def convert_rotations(
 
 @contextmanager
 def new_folder(folder: str | Path, *, overwrite: bool) -> Iterator[Path]:
-    """A temporary folder beside ``folder`` that takes its name when the block succeeds, and vanishes otherwise.
+    """Yields a temporary folder next to ``folder``; renames it to ``folder`` if the block succeeds, else deletes it.
 
     Raises:
-        KVQuantError: the folder exists, and may not or must not be replaced; or it cannot be written.
+        KVQuantError: ``folder`` exists, and may not or must not be replaced; or it cannot be written.
     """
     folder = Path(folder)
     check_output(folder, overwrite=overwrite)
@@ -162,7 +163,7 @@ def new_folder(folder: str | Path, *, overwrite: bool) -> Iterator[Path]:
         if folder.is_dir():
             shutil.rmtree(folder)
         temporary.rename(folder)
-    except (OSError, SafetensorError, RuntimeError) as error:  # the last one is torch's, of a full disk too
+    except (OSError, SafetensorError, RuntimeError) as error:  # torch raises RuntimeError, for a full disk too
         raise _unwritable(folder, error) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -195,7 +196,7 @@ def _load_checked(
     place: Path, layers: int, kv_heads: int, head_dim: int, numbers: LayerNumbers | None, stamp: _FileStamps = ()
 ) -> Rotations:
     rotations, known_heads = _load(place, layers, numbers)
-    # Shared rotations fit any number of heads in shape; the recorded geometry still tells another model.
+    # Shared rotations have a shape that fits any number of heads; the recorded geometry still reveals another model.
     if known_heads is not None and known_heads != kv_heads:
         raise KVQuantError(
             f"{rotations.meta.source}: calibrated on a model with {known_heads} KV heads "
@@ -205,12 +206,13 @@ def _load_checked(
     return rotations
 
 
-#: Keeps the last rotations, of which a large model's take some hundred megabytes, until their files' stamps differ.
+#: ``_load_checked`` that keeps only the last rotations, because those of a large model take some hundred megabytes.
+#: Arguments with other file stamps load them again.
 _load_kept = lru_cache(maxsize=1)(_load_checked)
 
 
 def _stamp(place: Path) -> _FileStamps:
-    """A stamp that changes if a folder's files change."""
+    """Returns a stamp that changes if a folder's files change."""
     folder = place if place.is_dir() else place.parent
     files = [folder / name for name in sorted(_names(folder)) if _is_ours(name)]
     return tuple((file.resolve(), (stat := file.stat()).st_mtime_ns, stat.st_size) for file in files)
@@ -221,7 +223,7 @@ def _is_ours(name: str) -> bool:
 
 
 def _names(folder: Path) -> set[str]:
-    """The files of a folder."""
+    """Returns the names of a folder's files."""
     try:
         return {path.name for path in folder.iterdir() if path.is_file()}
     except OSError as error:
@@ -229,7 +231,7 @@ def _names(folder: Path) -> set[str]:
 
 
 def _load(place: Path, layers: int | None = None, numbers: LayerNumbers | None = None) -> tuple[Rotations, int | None]:
-    """Rotations of a local folder in either layout, or of the pair of one of its files, and the recorded KV heads."""
+    """Loads a local folder in either layout, or the pair that a file belongs to; also returns the recorded KV heads."""
     folder, chosen = (place, None) if place.is_dir() else (place.parent, place.name)
     names = _names(folder)
     if chosen is None and TENSOR_FILE in names:
@@ -265,7 +267,7 @@ def _load_native(folder: Path, names: set[str]) -> tuple[Rotations, int]:
     config, path = parse_config(folder / CONFIG_FILE, data[CONFIG_FILE]), folder / TENSOR_FILE
     try:
         tensors = load(data[TENSOR_FILE])
-    except Exception as error:  # of SafetensorError, and of torch for what it cannot make a tensor of
+    except Exception as error:  # SafetensorError, or torch's error for data that is no tensor
         raise KVQuantError(
             f"{path}: truncated or damaged ({first_line(error)}); fetch it again or recreate it with `kvq calibrate`."
         ) from error
@@ -286,7 +288,7 @@ def _load_native(folder: Path, names: set[str]) -> tuple[Rotations, int]:
 
 
 def _checked_tensors(path: Path, tensors: dict[str, torch.Tensor], config: RotationConfig) -> dict[str, torch.Tensor]:
-    """The tensors of a version and its spectra, float32, of the shapes that ``geometry`` asks for."""
+    """Returns the tensors and spectra of the config's version, in float32; refuses shapes unlike its ``geometry``."""
     geometry, found = config.geometry, {}
     for name in (*TENSORS[config.format_version], *SPECTRA):
         if name not in tensors:
@@ -306,14 +308,14 @@ def _read(file: Path) -> bytes:
 
 
 def _resolve(location: str, download: Callable[[HubLocation], Path] = hub.download) -> Path:
-    """A local folder, or a file that says which pair of several is meant: ``location`` itself, or a download."""
+    """Returns a local folder, or a file in it that selects one of several pairs: ``location`` itself, or a download."""
     try:
         path = Path(location).expanduser()
         if path.is_file() and path.name in (TENSOR_FILE, CONFIG_FILE):
             return path.parent
         if path.is_dir() or path.is_file():
             return path
-    except (OSError, RuntimeError, ValueError) as error:  # no such user, a name too long, a folder closed to us
+    except (OSError, RuntimeError, ValueError) as error:  # unknown user, name too long, folder without permission
         raise KVQuantError(
             f"{location}: not a folder that can be read ({first_line(error)}). {_NO_ROTATIONS}"
         ) from error

@@ -1,4 +1,4 @@
-"""Rotation folders on the Hugging Face hub: found by name in a repo, downloaded into the hub cache, uploaded."""
+"""Finds rotation folders on the Hugging Face hub by name, downloads them into the hub cache, and uploads them."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from sglang_kvq.rotations.storage.registry import HubLocation, published_at
 from sglang_kvq.rotations.storage.schema import CONFIG_FILE
 
 TENSOR_FILE = "rotations.safetensors"
-#: Seconds after which a hub that has not said what it holds counts as out of reach.
+#: Seconds after which a hub that has not listed a repo's files counts as unreachable.
 TIMEOUT = 10.0
 
-#: Suffixes that may follow a model's name in its folder: of its calibration, never a variant's name.
+#: Suffixes that may follow a model's name in its folder's name: tags of the calibration, never a variant's name.
 _TAIL = r"(?=$|[_@+/]|-(?:seq|prompt|group|fp8|bf16|int2|rot|oscar|calib))"
 _COMMIT = re.compile("[0-9a-f]{40}")
 _WITHOUT = (
@@ -30,13 +30,13 @@ _T = TypeVar("_T")
 
 
 def download(location: HubLocation) -> Path:
-    """The local folder of a location, or the file in it if that is what it names: fetched, or taken from the cache.
+    """Returns the local folder of a location, or the file in it that the location names; downloads it if needed.
 
-    The cache serves where the hub does not answer, and what is asked for by its commit.
+    The hub cache is used if the hub does not answer, and for a revision that is a commit.
 
     Raises:
         KVQuantError: hub unreachable and nothing cached; no such repository, revision or folder; several folders; only
-            shared files of a model that needs one matrix per KV head. It comes within ``TIMEOUT`` seconds.
+            shared files of a model that needs one matrix per KV head. An unreachable hub takes ``TIMEOUT`` seconds.
     """
     listing = _cached_commit(location) or _listing(location)
     try:
@@ -51,15 +51,15 @@ def download(location: HubLocation) -> Path:
 
 
 def find_folder(files: list[str], wanted: str, repo: str, revision: str | None = None) -> tuple[str, tuple[str, ...]]:
-    """The folder of a repo that ``wanted`` means, and the names of the rotation files in it.
+    """Returns the folder of a repo that ``wanted`` names, and the names of the rotation files to read in it.
 
     Args:
         files: paths of the repo's files.
-        wanted: a folder's path, or a model's name: a folder whose path contains it, whole but for tags of the
-            calibration after it; an exact name goes first. Or a rotation file's path.
+        wanted: a folder's path, a rotation file's path, or a model's name. A model's name means a folder with this
+            name in its path, alone or followed by tags of the calibration; the name alone takes precedence.
 
     Raises:
-        KVQuantError: none or several; several pairs of files in it; rotations of MLA's latents.
+        KVQuantError: no folder or several match; it has several pairs of files, or rotations of MLA's latents.
     """
     at = f"@{revision}" if revision else ""
     contents = _folders(files)
@@ -81,7 +81,7 @@ def rotation_files(names: set[str], where: str, chosen: str | None = None) -> tu
 
 
 def _folders(files: list[str]) -> dict[str, set[str]]:
-    """Names of files by folder."""
+    """Returns the names of files by folder."""
     found: dict[str, set[str]] = defaultdict(set)
     for file in files:
         folder, _, name = file.rpartition("/")
@@ -119,7 +119,10 @@ def _match(contents: dict[str, set[str]], wanted: str, repo: str, at: str) -> st
 
 
 class _Listing(NamedTuple):
-    """Paths of a repo's files; where they lie and why if the hub did not say it."""
+    """Paths of a repo's files.
+
+    ``snapshot`` is their folder if the list is the cache's; ``error`` is the hub's, if it was asked and did not answer.
+    """
 
     files: list[str]
     snapshot: Path | None = None
@@ -148,7 +151,7 @@ def _listing(location: HubLocation) -> _Listing:
 
 
 def _cached_commit(location: HubLocation) -> _Listing | None:
-    """The cached snapshot of a commit, which cannot have changed; None if its folder is not in there."""
+    """Lists the cached snapshot of a commit, which cannot have changed; None if it lacks the location's folder."""
     if not _COMMIT.fullmatch(location.revision or ""):
         return None
     snapshot = cached(location.repo, location.revision)
@@ -161,12 +164,15 @@ def _cached_commit(location: HubLocation) -> _Listing | None:
 
 
 def files_of(snapshot: Path) -> list[str]:
-    """Paths of a cached repo's files."""
+    """Returns the paths of a cached repo's files."""
     return [path.relative_to(snapshot).as_posix() for path in snapshot.rglob("*") if path.is_file()]
 
 
 def _within(seconds: float, call: Callable[[], _T]) -> _T:
-    """A call's result. A name server or an address that does not answer takes longer than the client's own timeout."""
+    """Returns a call's result, or raises ``TimeoutError`` after ``seconds``.
+
+    A name server or an address that does not answer takes longer than the client's own timeout.
+    """
     answer: Future[_T] = Future()
 
     def run() -> None:
@@ -202,7 +208,7 @@ def _check_registry(location: HubLocation, names: tuple[str, ...]) -> None:
 
 
 def _explained(error: KVQuantError, location: HubLocation, listing: _Listing) -> KVQuantError:
-    """The error of a folder that is not found, with what else the user must know."""
+    """Extends the error for a folder that was not found with reasons why the search may have missed it."""
     text, entry = str(error), published_at(location)
     if listing.error is not None:
         text = f"{text} The hub cannot be reached ({_reason(listing.error)}); only {listing.snapshot} was looked at."
@@ -215,7 +221,7 @@ def push(folder: Path, target: str, card: str) -> str:
     """Uploads a rotation folder and its card; ``target`` is ``org/name[/folder]``. Returns its address.
 
     Raises:
-        KVQuantError: as ``check_push``; the upload failed (the local folder stays as it is).
+        KVQuantError: as ``check_push``; or the upload failed, which leaves the local folder unchanged.
     """
     from huggingface_hub import HfApi
 
@@ -246,7 +252,7 @@ def push(folder: Path, target: str, card: str) -> str:
 
 
 def check_push(target: str) -> tuple[str, list[str]]:
-    """Refuses a push that cannot work, before hours of calibration. Returns the repo id and the folder's parts.
+    """Refuses a push that cannot work, before hours of calibration; returns the repo id and the folder's parts.
 
     Raises:
         KVQuantError: not ``org/name[/folder]``; no token, or one that the hub refuses; hub unreachable.
@@ -272,13 +278,13 @@ def check_push(target: str) -> tuple[str, list[str]]:
 
 
 def cached(repo: str, revision: str | None = None) -> Path | None:
-    """The snapshot of a repo in the hub cache, or None. It may hold some of the repo's files only."""
+    """Returns the snapshot of a repo in the hub cache, or None. It may hold only some of the repo's files."""
     from huggingface_hub import snapshot_download
 
     try:
-        # Without files asked for, the client does not insist on all of the repo's.
+        # Without patterns for files, the client does not insist that all of the repo's files are cached.
         return Path(snapshot_download(repo, revision=revision, local_files_only=True, allow_patterns=[]))
-    except Exception:  # not there, or a broken cache: the same for the caller
+    except Exception:  # no snapshot or a broken cache, which are the same for the caller
         return None
 
 

@@ -3,10 +3,10 @@
 Each is ``{"format_version": int, "objective": str, "source_grouping": str, "layers": {layer: {"layer_id": int,
 "rotation": float32, "eigenvalues": float32}}}``. In version 1 a layer's heads share a rotation ``[D, D]``, with
 eigenvalues ``[D]``; in version 2 each KV head has its own, ``[heads, D, D]`` and ``[heads, D]``. Eigenvalues may be
-missing. Layers have the model's own numbers, as integers or strings: those of full attention, or of all.
+missing. ``layers`` has the model's own layer numbers, as integers or strings: of full-attention layers, or of all.
 
-A folder may hold several pairs. That of version 2, where there is one, is never passed over: see ``choose_pair``.
-We write version 1, for heads of their own with source_grouping "head", and number layers from 0.
+A folder may hold several pairs. If one has a matrix per head (version 2), ``choose_pair`` takes it unless the user
+names another. We write version 1 with layers numbered from 0; source_grouping "head" then means a matrix per head.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ class Pair(NamedTuple):
 
 K_FILE = "k_rotation_qqt_r_h_pbr.pt"
 V_FILE = "v_rotation_sst_r_h_pbr.pt"
-#: A matrix for each KV head.
+#: The files with a matrix for each KV head.
 PER_HEAD = Pair("k_rotation_perhead.pt", "v_rotation_perhead.pt")
-#: Names of other files of keys and values differ in their first letter only.
+#: Each file's partner. In all other pairs, the two names differ only in their first letter.
 _PARTNERS = {K_FILE: V_FILE, V_FILE: K_FILE}
 _ROTATION_FILE = re.compile(r"[kv]_rotation[\w.-]*\.pt")
 _LATENT_FILE = re.compile(r"layer_\d+\.pt|c_kv.*")
 _FETCH = "Fetch the folder again from its publisher."
-#: ``format_version`` of the files that are read; the second has matrices per head.
+#: Each ``format_version`` that can be read; the second has matrices per head.
 VERSIONS = (1, 2)
 
 
@@ -53,12 +53,12 @@ def is_rotation_file(name: str) -> bool:
 
 
 def holds_latents(folder: str, names: Iterable[str]) -> bool:
-    """Returns True if a folder with these files has rotations of MLA's latents: a file with one matrix per layer."""
+    """Returns True if the names of a folder and its files are those of rotations of MLA's latents, a file per layer."""
     return Path(folder).name.startswith("c_kv") or any(_LATENT_FILE.fullmatch(name) for name in names)
 
 
 def latents_error(where: str) -> KVQuantError:
-    """The error for a folder that ``holds_latents``."""
+    """Returns the error for a folder that ``holds_latents``."""
     return KVQuantError(
         f"{where}: these rotations are of MLA's latents (c_kv), not of keys and values; --kv-quant does not serve MLA. "
         "Serve the model without --kv-quant."
@@ -66,12 +66,12 @@ def latents_error(where: str) -> KVQuantError:
 
 
 def choose_pair(names: Collection[str], where: str, chosen: str | None = None) -> Pair | None:
-    """The files that a folder's rotations are read from; None if it has none of this layout.
+    """Returns the two files from which a folder's rotations are read; None if it has no files of this layout.
 
-    If the user named one of the files, ``chosen``, its pair is meant, whatever else there is.
+    If the user named one of the files, ``chosen``, its pair is returned, whatever other files there are.
 
     Raises:
-        KVQuantError: a file without its partner; several pairs, none of them ``PER_HEAD``.
+        KVQuantError: a file has no partner; there are several pairs, none of them ``PER_HEAD``.
     """
     found = sorted(name for name in names if is_rotation_file(name))
     if chosen is not None:
@@ -108,16 +108,16 @@ def _whole(pair: Pair, found: Collection[str], where: str) -> Pair:
 def load_published(
     folder: Path, pair: Pair, data: dict[str, bytes], *, layers: int | None = None, numbers: LayerNumbers | None = None
 ) -> Rotations:
-    """Rotations of a pair of files; orthogonality is checked by the caller.
+    """Returns the rotations in a pair of files; the caller checks their orthogonality.
 
     Args:
         data: contents of both files, by name, and of ``config.json`` if the folder has one.
-        layers: how many the model's cache holds; None takes as many as the files have.
-        numbers: the numbers that the model gives them; None takes the files' in order.
+        layers: number of layers that the model's cache holds; None takes all layers in the files.
+        numbers: the model's own numbers of these layers; None takes the files' layers in order.
 
     Raises:
-        KVQuantError: a file truncated, refused by ``weights_only``, or without some layer; a tensor of another shape;
-            matrices that heads share where the folder's version is 2.
+        KVQuantError: a file is truncated, refused by ``weights_only``, or lacks a layer; a tensor has another shape;
+            heads share matrices although the folder's version is 2.
     """
     files = [_File(folder / name, data[name]) for name in pair]
     if 2 in (_declared_version(folder, data), *(file.version for file in files)):
@@ -134,7 +134,7 @@ def load_published(
 
 
 def _declared_version(folder: Path, data: dict[str, bytes]) -> Any:
-    """``format_version`` of a ``config.json`` beside the files; None without."""
+    """Returns ``format_version`` of a ``config.json`` next to the files; None without one."""
     try:
         config = json.loads(data.get(CONFIG_FILE, b"{}"))
     except (ValueError, RecursionError) as error:
@@ -161,7 +161,7 @@ def _version_error(path: Path, version: Any) -> KVQuantError:
 
 
 class _File:
-    """One of the two files, with its table of layers, checked: ``entries`` by a layer's number."""
+    """One of the two files, after checks; ``entries`` is its table of layers, by the layer's number."""
 
     def __init__(self, path: Path, data: bytes) -> None:
         document = _unpickle(path, data)
@@ -188,7 +188,7 @@ class _File:
         return key
 
     def layers_of(self, layers: int | None, numbers: LayerNumbers | None) -> list[int]:
-        """Numbers of the wanted layers in this file, in the order of the model."""
+        """Returns the numbers that the wanted layers have in this file, in the model's order."""
         there = set(self.entries)
         if layers is None:
             return sorted(there)
@@ -220,7 +220,10 @@ class _File:
                 )
 
     def stack(self, numbers: list[int]) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Rotations ``[layers, heads, D, D]`` and eigenvalues ``[layers, heads, D]`` of these layers, float32."""
+        """Returns these layers' rotations ``[layers, heads, D, D]`` and eigenvalues ``[layers, heads, D]``, float32.
+
+        Eigenvalues are None if any layer lacks them.
+        """
         rotations: list[torch.Tensor] = []
         spectra: list[torch.Tensor] = []
         for number in numbers:
@@ -244,7 +247,7 @@ class _File:
 def _unpickle(path: Path, data: bytes) -> dict[Any, Any]:
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of odd pickles: what is wrong with them is said below
+            warnings.simplefilter("ignore")  # torch warns about odd pickles; the error below says what is wrong
             document = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except Exception as error:  # unpickling raises half a dozen types
         raise KVQuantError(

@@ -27,7 +27,7 @@ class HubLocation:
 
     @classmethod
     def parse(cls, text: str) -> HubLocation | None:
-        """The location that ``text`` names; None if it cannot be on the hub."""
+        """Parses ``text``; returns None if it cannot be a location on the hub."""
         found = _HUB.fullmatch(text)
         return found and cls(found["repo"], found["folder"] or "", found["revision"])
 
@@ -45,7 +45,7 @@ class Published:
         path: folder in the repository.
         inferred: the folder's name comes from its authors' scripts; nobody has listed the repository to confirm it.
         refused: why ``--kv-quant`` does not serve the model; "" if it does.
-        per_head: the folder holds one matrix per KV head beside older shared ones, which cost this model its accuracy.
+        per_head: the folder has one matrix per KV head, and older shared ones, which cost this model its accuracy.
     """
 
     model: str
@@ -81,10 +81,10 @@ PUBLISHED = (
 
 
 def published_at(location: HubLocation) -> Published | None:
-    """The entry of a folder, at whatever revision; None if it has none."""
+    """Returns the entry of a folder on the hub, at any revision; None if it has none."""
     return next((e for e in PUBLISHED if location.repo == ROTATION_ZOO and e.path == location.folder), None)
 
 
 def published_for(name: str) -> Published | None:
-    """The entry for a model of that name; None if it has none."""
+    """Returns the entry for a model of that name; None if it has none."""
     return next((entry for entry in PUBLISHED if entry.fits(name)), None)

@@ -1,4 +1,4 @@
-"""Checks of a rotation folder's files, in which anything may be: ``config.json`` and single tensors."""
+"""Checks the files of a rotation folder, which may contain anything: ``config.json`` and single tensors."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
 from sglang_kvq.errors import KVQuantError, shorten
 from sglang_kvq.rotations.base import RotationMeta
 
-#: Accepted in files; everything is computed in the first.
+#: Dtypes that files may have; everything is computed in the first.
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 CONFIG_FILE = "config.json"
 #: ``format_version`` of rotations for transform coding.
 TRANSFORM_VERSION = 3
-#: Those that are read.
+#: Each ``format_version`` that can be read.
 VERSIONS = (1, 2, TRANSFORM_VERSION)
 
 _Size = Annotated[int, Field(ge=1, le=2**20)]
-#: Text that messages show.
+#: Text on one line without control characters, because messages show it.
 _Line = Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f-\x9f\u2028\u2029]*$")]
 
 
@@ -37,7 +37,7 @@ class _Geometry(BaseModel):
 
 
 class RotationConfig(BaseModel):
-    """Fields of the file. Those that ``RotationMeta`` has too are described there; others are kept as they are."""
+    """Fields of ``config.json``. ``RotationMeta`` describes those that it also has. Unknown fields are kept as is."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
@@ -49,7 +49,7 @@ class RotationConfig(BaseModel):
     base_model: _Line | None = None
     revision: _Line | None = None
     model: dict[str, Any] = {}
-    # Numbers or lists; ``check_rotations`` checks the rest, which holds before a file is written, too.
+    # Numbers or lists; ``check_rotations`` checks them further, also before a file is written.
     clip_k: Any = None
     clip_v: Any = None
     corpus: str | None = None
@@ -61,7 +61,7 @@ class RotationConfig(BaseModel):
     errors: dict[Literal["k", "v"], list[float]] | None = None
 
     def meta(self, source: str, files: dict[str, str]) -> RotationMeta:
-        """Returns its content for rotations from ``source``, whose ``files`` have these digests."""
+        """Returns the ``RotationMeta`` of rotations from ``source``; ``files`` are its files' digests, by name."""
         names = set(RotationMeta.__dataclass_fields__) & set(type(self).model_fields)
         values = {name: getattr(self, name) for name in names}
         for name in ("clip_k", "clip_v"):
@@ -81,10 +81,11 @@ def first_problem(error: ValidationError) -> str:
 
 
 def parse_config(path: Path, data: bytes) -> RotationConfig:
-    """The config that ``data``, the content of the file at ``path``, holds.
+    """Parses ``data``, the content of the config file at ``path``.
 
     Raises:
-        KVQuantError: no JSON; a field missing or of another kind; a version that is not read. Names the field.
+        KVQuantError: not JSON; a field is missing or of another type; a version that cannot be read. The message names
+            the field.
     """
     try:
         config = RotationConfig.model_validate_json(data)
@@ -102,9 +103,9 @@ def parse_config(path: Path, data: bytes) -> RotationConfig:
 
 
 def plain_tensor(where: str, name: str, x: Any, shape: Sequence[int] | None = None) -> torch.Tensor:
-    """``x`` in float32, if it is a dense tensor of floating-point numbers, all of which its file holds.
+    """Returns ``x`` in float32; refuses all but a dense floating-point tensor whose elements are all in its file.
 
-    Its shape is the given one, or any without an empty dimension; ``where`` and ``name`` are for the refusal.
+    If ``shape`` is None, it accepts any shape without an empty dimension. ``where`` and ``name`` are for the error.
     """
     problem = _problem(x, shape)
     if problem is not None:
@@ -129,7 +130,7 @@ def _problem(x: Any, shape: Sequence[int] | None) -> str | None:
 
 
 def dumps(config: dict[str, Any]) -> str:
-    """JSON with a line for each field and each row of a table; lists of numbers stay on one line."""
+    """Formats JSON with a line for each field and each row of a table; lists of numbers stay on one line."""
     text = json.dumps(config, indent=2)
     for numbers_or_row in (r"(\[)\n([-\d.e,\s]+)(\])", r"(\{)\n([^{}\[\]]+)(\})"):
         text = re.sub(numbers_or_row, lambda m: m[1] + re.sub(r"\n\s*", " ", m[2]).strip() + m[3], text)

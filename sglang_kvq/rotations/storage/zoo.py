@@ -1,7 +1,7 @@
-"""Search for a model's rotations: those shipped in ``rotation_zoo/``, then the published ones.
+"""Finds a model's rotations: those shipped in ``rotation_zoo/``, then the published ones.
 
-A model is recognised by its config, not by its path: users serve local folders and conversions without a name.
-Rotations for transform coding have a folder of their own, NAME-transform beside NAME; their config.json tells them.
+A model is recognized by its config, not by its path, because local folders and conversions may have any name.
+Rotations for transform coding are in a separate folder, NAME-transform next to NAME. Their config.json says so.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from sglang_kvq.rotations.storage.schema import CONFIG_FILE, TRANSFORM_VERSION, 
 
 
 def find_rotations(model_path: str, hf_config: Any, *, transform: bool = False) -> str:
-    """The location, for ``load_rotations``, of the rotations calibrated on this model.
+    """Returns the location, for ``load_rotations``, of the rotations calibrated on this model.
 
-    ``model_path`` is as the user gave it. Rotations for transform coding and others are apart.
+    ``model_path`` is as the user gave it. ``transform`` asks for rotations for transform coding instead of others.
 
     Raises:
-        KVQuantError: none known; the message says how to make or choose some.
+        KVQuantError: no rotations are known; the message says how to make or choose some.
     """
     wanted, calibrate = identity(hf_config), f"kvq calibrate {model_path}"
     if transform:
@@ -36,7 +36,7 @@ def find_rotations(model_path: str, hf_config: Any, *, transform: bool = False) 
         if config.get("model") != wanted or is_transform(config) != transform:
             continue
         base = config.get("base_model") or ""
-        # A fine-tune has the config of its base: believe a hub id, which a local folder's name is not.
+        # A fine-tune has its base's config, so a hub id must name the base. A local folder may have any name.
         if _is_hub_id(model_path) and name.lower() != base.rsplit("/", 1)[-1].lower():
             raise KVQuantError(
                 f"{model_path}: no rotations for this model, but it has the shape of {base}; to use that one's, pass "
@@ -65,7 +65,7 @@ def with_folder(location: str, model_path: str) -> str:
 
 
 def is_inferred(location: str) -> bool:
-    """Returns True if the name of a folder on the hub is known from its authors' scripts only."""
+    """Returns True if the name of a folder on the hub is known only from its authors' scripts."""
     place = HubLocation.parse(location)
     entry = place and published_at(place)
     return bool(entry and entry.inferred)
@@ -77,7 +77,7 @@ def is_transform(config: dict[str, Any]) -> bool:
 
 
 def shipped() -> list[tuple[Path, dict[str, Any]]]:
-    """The folders of ``rotation_zoo/`` and their ``config.json``."""
+    """Returns the folders of ``rotation_zoo/``, each with the content of its ``config.json``."""
     folders = sorted(
         path.parent for path in zoo_folder().glob(f"*/{CONFIG_FILE}") if (path.parent / TENSOR_FILE).is_file()
     )
@@ -85,7 +85,7 @@ def shipped() -> list[tuple[Path, dict[str, Any]]]:
 
 
 def zoo_folder() -> Path:
-    """The shipped rotations: the installed package's data, or ``rotation_zoo/`` of a checkout."""
+    """Returns the folder of the shipped rotations: the installed package's data, or ``rotation_zoo/`` of a checkout."""
     spec = find_spec("sglang_kvq.rotation_zoo")
     installed = [Path(p) for p in (spec.submodule_search_locations or ())] if spec else []
     for folder in (*installed, Path(__file__).resolve().parents[3] / "rotation_zoo"):
