@@ -41,8 +41,7 @@ INSTALLS = {
 }
 #: SGLang's default address, which README's server listens on and its ``curl`` asks.
 URL = "http://localhost:30000"
-#: Bytes that SGLang finds free on a CPU host. Its cache takes most of the free memory, and several tests share a
-#: machine.
+#: Bytes that SGLang finds free on a CPU host: its cache takes most of them, and several tests share a machine.
 SMALL_HOST = 6 << 30
 SMALL = f"""
 import psutil

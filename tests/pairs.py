@@ -12,7 +12,7 @@ import pytest
 import torch
 from allpairspy import AllPairs
 
-#: True if all cases run: on a GPU, or with ``--all``, which ``tests/conftest.py`` adds before any test is collected.
+#: True if all cases run: on a GPU, or with ``--all``, which ``tests/conftest.py`` reads before any test is collected.
 everything = torch.cuda.is_available()
 
 

@@ -22,8 +22,7 @@ from tests.rotations.helpers import random_rotations, tiny_model_folder
 #: Values that are no number, or out of any range.
 WORD, NEGATIVE, HUGE = "twelve", "-3", "1" + "0" * 30
 NOT_POSITIVE = (WORD, NEGATIVE, "0")
-#: Paths: a missing one, a folder without files, bytes that are no text, one below a file, and one that nobody can
-#: write.
+#: Paths: a missing one, an empty folder, bytes that are no text, one below a file, and one that nobody can write.
 NOWHERE, EMPTY, BINARY, TEXT = "{tmp}/missing", "{tmp}/empty", "{tmp}/binary", "{text}"
 BELOW_FILE, NO_PLACE = "{text}/below", "/proc/missing/below"
 

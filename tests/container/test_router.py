@@ -77,7 +77,7 @@ def choice() -> list[str]:
 
 @contextmanager
 def routed(servers: list[Server], log: Path, *more: str) -> Iterator[ServerProcess]:
-    """Yields a router in front of the servers once it knows them, which is later than it says it is healthy.
+    """Yields a router in front of the servers once it knows them; it reports itself healthy before that.
 
     It has the manifest's flags, except for more frequent health checks, so that it soon misses a dead server.
     """

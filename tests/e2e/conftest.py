@@ -27,8 +27,7 @@ GPU_FLAGS = (
     *("--mem-fraction-static", "0.6", "--max-total-tokens", "4096", "--max-running-requests", "8"),
     *("--context-length", "2048"),
 )
-#: Makes SGLang check its pools whenever idle and after every step, and stop at the first page that is not accounted
-#: for.
+#: Makes SGLang check its pools whenever idle and after every step, and stop at the first page unaccounted for.
 STRICT = {
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",

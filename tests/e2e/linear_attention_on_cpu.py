@@ -67,7 +67,7 @@ def _unpinned(make):
 
 
 def _here(make):
-    """Returns ``make`` on the CPU: 0.5.16 asks for ``cuda`` on any device, for the states of drafts."""
+    """Returns ``make`` without ``cuda``, which 0.5.16 asks for on any device, for the states of drafts."""
 
     def made(*words, device=None, **more):
         return make(*words, device=None if device == "cuda" else device, **more)

@@ -110,8 +110,7 @@ def counted_error() -> None:
 
 
 def page_given_twice() -> None:
-    """Makes the allocator hand out the first long prompt's second page again, to the next prompt, even while it is
-    held."""
+    """Makes the allocator hand out the first long prompt's second page again, although it may still be held."""
     first = []
 
     def alloc_extend(original, self, *args, **kwargs):

@@ -27,8 +27,7 @@ def canary(servers, faulty):
     def start(*faults: str, **variables: str):
         env = {
             **faulty(*faults, *(() if ON_GPU else ("canary_on_cpu",))),
-            # The canary's host part has Triton kernels too, which note a forward pass's phase and copy expected
-            # tokens.
+            # The canary's host part also has Triton kernels, which note a pass's phase and copy expected tokens.
             **({} if ON_GPU else {"TRITON_INTERPRET": "1"}),
             "SGLANG_KV_CANARY_ENABLE_VERIFY_TOKEN_ASSERT": "1",
             "SGLANG_KV_CANARY_STATS_PRINT_EVERY_N_STEPS": "10",

@@ -1,4 +1,4 @@
-"""A prefill server and a decode server on one machine, with Mooncake over TCP or NIXL, send quantized pages."""
+"""A prefill server and a decode server on one machine exchange quantized pages by Mooncake over TCP or by NIXL."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Drafts between a prefill and a decode server give the answers, in as many rounds, of one server that drafts."""
+"""A prefill server and a decode server with drafts answer as one server that drafts, in as many rounds."""
 
 from __future__ import annotations
 

@@ -70,8 +70,7 @@ def test_figures_of_a_running_request_and_of_an_idle_server(client):
     )
     job.join()
 
-    # All pages are quantized except the sink and those still in the window: most by the prefill, others by decode
-    # steps.
+    # All pages are quantized except the sink and the window's: most by the prefill, the others by decode steps.
     stored = len(prompt) + ANSWER - 1
     old = (stored - RECENT) // PAGE_SIZE - 1
     name = "sglang_kvq_quantized_pages_total"

@@ -18,8 +18,7 @@ TINY = (
     *("--kv-quant", "hadamard", "--kv-quant-recent", "64", "--max-total-tokens", "1536", "--max-running-requests", "8"),
     *("--chunked-prefill-size", "192", "--schedule-conservativeness", "0.01"),
 )
-#: Flags of ``test_server_metrics`` too, which runs first because its counts need a server that has done nothing
-#: before.
+#: Flags of ``test_server_metrics`` too, which runs first: its counts need a server that has done nothing before.
 CHAT = (
     *("--kv-quant", "hadamard", "--kv-quant-recent", "64", "--enable-cache-report"),
     *("--enable-metrics", "--decode-log-interval", "4", "--enable-streaming-session"),

@@ -248,7 +248,7 @@ def test_log_probabilities_of_the_tail(client, text, question):
 
 
 def test_chat_remembers_a_fact(client, tokenizer):
-    """A chat completion finds it: session_id in the body, a system prompt, turns marked by the template."""
+    """A chat completion finds a fact: session_id in the body, a system prompt, turns marked by the template."""
     pause = tokenizer.decode(tokenizer(held_out_text()).input_ids[:700])
     messages = [
         {"role": "system", "content": "You are brief."},

@@ -12,8 +12,7 @@ from tests.e2e.test_serving import STRICT, assert_empties
 from tests.e2e.test_soft_windows import prompt
 
 pytestmark = pytest.mark.skipif(version("sglang") not in NEW_TREE_RELEASES, reason="older releases divide it once")
-#: More tokens than fit, so only the memory sets the limit. It holds whole windows of about thirty requests, or 1,100
-#: pages.
+#: More tokens than fit, so only memory sets the limit: whole windows of about thirty requests, or 1,100 pages.
 FLAGS = (
     *("--kv-quant", "hadamard", "--max-total-tokens", "1000000", "--chunked-prefill-size", "512"),
     *("--max-running-requests", "64"),

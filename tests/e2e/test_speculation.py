@@ -62,7 +62,7 @@ def assert_same_but_for_ties(got: list[int], want: list[int], meta: dict) -> int
 
 
 def test_answers_are_those_without_drafts(servers, drafting):
-    """Answers are equal alone, together and after a prefix hit, across pages; no token is stored twice."""
+    """Answers equal those without drafts, alone, together and after a prefix hit; each token is stored once."""
     prompts = [repetitive(seed, length) for seed, length in ((1, 61), (2, 190))]
     plain = Client(servers(*COVERED))
     want = [answer(plain, ids, 30) for ids in prompts]

@@ -33,8 +33,7 @@ WAYS = ("ngram", "standalone") if compat.applies(OLD_TREE, compat.sglang_version
 #: answer passes token 256, where SGLang keeps a recurrent state.
 LENGTHS, ANSWER = (68, 222, 560), 60
 CACHED = {1: 256, 2: 512}
-#: Bound for histories in 4 bits, where a prefill may read other pages than decoding did; a wrong page moves answers by
-#: 0.8.
+#: Bound for 4-bit histories: a prefill may read other pages than decoding did. A wrong page moves answers by 0.8.
 HISTORY = 2 * ROUNDING
 FLAGS = (
     *("--chunked-prefill-size", "128", "--context-length", "1024", "--max-total-tokens", "2048"),

@@ -52,8 +52,7 @@ def plain(servers) -> Client:
 
 
 def test_four_bits_answer_as_plain_bf16_does(plain, client, ids):
-    """Within windows the bases cancel and the keys' common mean has no effect, so only rounding remains; then 4
-    bits."""
+    """Within windows the bases cancel and the keys' common mean has no effect: only rounding remains; then 4 bits."""
     covered = divergences(client, plain, ids[:COVERED])
     history = divergences(client, plain, ids[:832])[512:]
     means = [sum(kl) / len(kl) for kl in (covered, history)]

@@ -278,8 +278,7 @@ class Suite:
         case = f"drafts ({way}): nothing left when idle and flushed"
         self.add(model.name, case, ONE, not said.left, said.seconds, left, none, "; ".join(said.left))
         for other in ours if plain else []:
-            # The echo model's drafts are accepted where an answer repeats a token; a random layer guesses nothing
-            # right.
+            # The echo model's drafts are accepted where an answer repeats a token; a random layer guesses nothing.
             least = 1.1 if plain_model or other == "ngram" else 1.0
             for case, passed, found, bound, more in speculation.compare(self.drafted[name, other], plain, other, least):
                 self.add(model.name, case, ONE, passed, said.seconds, found, bound, more)

@@ -66,7 +66,10 @@ class Scale:
         ]
 
     def pressed_flags(self, sessions: bool = True) -> list[str]:
-        """Returns flags of a server with little room: small chunks, retraction, priorities, sessions with rows."""
+        """Returns flags of a server with little room.
+
+        It has small chunks, retraction, priorities, and sessions that keep their rows.
+        """
         return [
             *(
                 "--kv-quant",
@@ -218,8 +221,7 @@ def _parallel(server: TinyServer, scale: Scale, bound: Bound) -> Row:
     server.drain()
     replies = greedy(server, ids, scale.answer, sampling_params={"n": 4})
     cold = [greedy_difference(steps(reply), single) for reply in replies]
-    # All answers but the first may read the first one's quantized pages; these are compared with another answer that
-    # does.
+    # All answers but the first may read the first one's quantized pages; then they are compared with such an answer.
     warm = steps(greedy(server, ids, scale.answer))
     found = joined(
         [min(a, greedy_difference(steps(reply), warm), key=lambda d: d.max) for a, reply in zip(cold, replies)]

@@ -75,7 +75,7 @@ def applied():
 
 @pytest.fixture
 def model_folder(tmp_path):
-    """``model_folder(**changes)`` writes a folder with a tiny Llama's config.json, changed so, and without weights."""
+    """``model_folder(**changes)`` writes a folder with a tiny Llama's changed config.json and without weights."""
 
     def write(**changes) -> str:
         folder = tmp_path / "model"

@@ -130,7 +130,7 @@ def test_prefill_graphs_are_those_between_which_attention_runs(device):
                 checks.check_flags(values, device)
     values = {"kv_quant": "hadamard"}
     flags.complete(values, KVQuantConfig("hadamard", capture="/tmp:1:0"), device)
-    assert values["disable_prefill_cuda_graph"]  # a calibration would count the captures' made-up batches
+    assert values["disable_prefill_cuda_graph"]  # a calibration would count made-up batches of captures
 
 
 class _Model:

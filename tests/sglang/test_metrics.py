@@ -1,4 +1,4 @@
-"""A worker publishes each figure under its own name and tier, and raises counters by what is new."""
+"""A worker publishes each figure under its own name and tier, and adds only new events to counters."""
 
 from __future__ import annotations
 

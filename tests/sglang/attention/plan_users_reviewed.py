@@ -5,8 +5,7 @@ SGLang call the backend's ``init_forward_metadata_out_graph`` for each step, out
 reason here. If not, refuse the switch that turns it on, in ``sglang/checks.py``.
 """
 
-#: Files that are read although ``pool_users_reviewed.NOT_SERVED`` leaves out their folder: our backend inherits from
-#: them.
+#: Files read although ``pool_users_reviewed.NOT_SERVED`` leaves out their folder: our backend inherits from them.
 ALSO = ("layers/attention/base_attn_backend.py",)
 
 #: By file: the functions that plan, and why they are harmless.

@@ -22,7 +22,7 @@ def errors_of(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def test_an_unmet_page_is_logged_while_requests_run(caplog):
-    """The page being filled loses its BF16 copy, which must never happen; the next plan counts and logs that."""
+    """The page being filled loses its BF16 copy, which must never happen; a plan counts that and later steps log it."""
     worker = Worker()
     worker.extend({1: 300, 2: 70}, pad_to=370, seed=0)
     worker.decode(pad_to=2, seed=1)

@@ -270,7 +270,7 @@ HARMLESS = {
         "destroy_weights_update_group",  # both only connect
         "receive_weights_from_distributed",  # fills new tensors; ``load_weights_from_distributed`` puts them in place
         "begin_weight_update",
-        "end_weight_update",  # runs after ``SchedulerWeightUpdaterManager.begin_weight_update``, which is hooked
+        "end_weight_update",  # both follow ``SchedulerWeightUpdaterManager.begin_weight_update``, which refuses
     },
     f"{COMPONENTS}.weight_exporter.WeightExporter": set(),
     "utils.weight_checker.WeightChecker": set(),

@@ -92,8 +92,7 @@ def test_workers_share_the_heads():
     alone, shared = answer(QWEN3, "--memory", "10"), answer(QWEN3, "--memory", "10", "--tp", "4")
     assert (shared["query_heads"], shared["kv_heads"]) == (8, 2)
     assert shared["bytes_quantized"] == alone["bytes_quantized"] / 4
-    # In a shared memory the BF16 pages that a prefill batch may write are subtracted first; a worker subtracts a
-    # quarter.
+    # In a shared memory the BF16 pages that a prefill batch may write come off first; a worker's are a quarter.
     assert 0.99 < shared["tokens"] / (4 * alone["tokens"]) < 1.12
     assert "--tp 4" in shared["command"]
 

@@ -123,7 +123,7 @@ def test_a_conversation_comes_back_as_it_was(m, controller):
 
 
 def test_copies_of_pages_wait_for_loads(m, controller, monkeypatch):
-    """Copies are refused while a load is queued; the layers' stream waits for loads that have begun."""
+    """While a load is queued, copies must be tried again later; the layers' stream waits for loads that have begun."""
     from sglang_kvq.sglang.hicache import transfers
 
     others = SimpleNamespace(mem_pool_host=None, load_queue=[1])

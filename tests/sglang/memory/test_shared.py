@@ -133,7 +133,7 @@ def test_one_request_may_have_the_whole_cache(server):
 
 
 def test_as_many_run_as_the_layout_says(server):
-    """With short requests, windows take the memory rather than records."""
+    """With short requests, windows rather than records take the memory."""
     many = server(400, 200)
     budget, admitted = many.budget(), 0
     while many.admits(budget, 50, 10):

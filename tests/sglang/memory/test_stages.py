@@ -27,7 +27,7 @@ def size(rank: int, pages: int, pp_size: int = 2) -> tuple[int, int, int]:
     """Sizes one stage: the more layers it has, the fewer windows its memory holds.
 
     Args:
-        rank: of the stage; the second one has one more layer.
+        rank: which stage; the second one has one more layer.
 
     Returns:
         The requests that run at once, that number in the stage's layout, and the layout's slots.
@@ -89,7 +89,7 @@ def test_one_stage_asks_nobody(monkeypatch):
 
 
 def test_stages_divide_their_memory_once():
-    """With stages memory is not shared, because pages and windows differ in size, so each boundary would differ."""
+    """With stages memory is not shared: their pages and windows differ in size, so their boundaries would differ."""
     args = SimpleNamespace(pp_size=2)
     kvc = SimpleNamespace(server_args=args, model_config=SimpleNamespace(hf_config=None))
     if OLD:

@@ -27,7 +27,7 @@ class FoldModel(TreeModel):
     """A worker of a plain model, whose requests may end as folds.
 
     Attributes:
-        prefixes: by the first token of a fold's prefix: the fold's namespace and the ids that find it.
+        prefixes: by a fold's first placeholder token: its namespace and the ids that find it.
         chosen: by request id: the tokens that it keeps.
         groups: whether requests end while SGLang collects frees.
         refused: requests that ended with an error instead of as a fold.
@@ -154,7 +154,7 @@ class FoldModel(TreeModel):
         return names
 
     def ask(self, request: Request, chosen: list[int], length: int) -> list[int]:
-        """Asks for the request to end as a fold; returns the tokens that name the kept ones in later prompts."""
+        """Asks for the request to end as a fold; returns placeholder tokens for the tokens that it keeps."""
         self.clock += 1
         names = [-(self.clock * 10**6 + i) for i in range(len(chosen))]
         fold = Fold(f"fold-{self.clock}", length, len(chosen))

@@ -247,7 +247,7 @@ def room(model: FoldModel) -> int:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_random_rounds_never_compute_what_stands_for_a_history(model, seed):
-    """Tokens that name a history's pages are never computed, in a pool too small for all requests."""
+    """Tokens that represent a history's pages are never computed, in a pool too small for all requests."""
     rng = random.Random(seed)
     model = model(40)
     histories = [said(rng.randint(6, 16), seed=n) for n in range(4)]

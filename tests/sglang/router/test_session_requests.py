@@ -104,7 +104,7 @@ def test_names_of_sessions(name):
 
 
 def test_another_header_may_name_sessions():
-    """The session may be named by the header that SGLang's router passes on, by which it keeps sessions apart."""
+    """A session may be named by the header that SGLang's router forwards and by which it tells sessions apart."""
     manager = Manager(session_header="X-SMG-Routing-Key")
     manager.ask(LONG[:P], http(X_Session_Id="a"))
     assert len(manager.router.store) == 0

@@ -27,7 +27,7 @@ def test_tenants_read_copies_of_their_own():
 
 
 def test_a_tenant_that_asks_much_forgets_nobody_elses_session():
-    """Neither a session that is being answered is dropped, nor one that waits for its next turn."""
+    """Many requests of one tenant displace neither another's running session nor one that waits for its next turn."""
 
     async def run(manager):
         await manager.turn(LONG, http(X_Session_Id="a", Authorization="alice"))
