@@ -12,7 +12,7 @@ from sglang_kvq.rotations.storage.zoo import shipped
 from tests.conftest import ROOT
 from tests.packaging.conftest import empty_environment, pip, run, share_packages
 
-#: Prints the data files that code or tools look for.
+#: A program that lists the installed data files and kernels that code or tools look for.
 FILES = """
 import json
 from importlib.resources import files

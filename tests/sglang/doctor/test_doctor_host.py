@@ -51,7 +51,7 @@ def test_folder_that_cannot_be_written(tmp_path, monkeypatch, variable, what):
 
 
 def test_folder_of_another_user(tmp_path):
-    """A folder that the user may not write is named; where the tests run as root, a child process becomes nobody."""
+    """The system's permission error is named; a child process becomes nobody, because root may write everywhere."""
     if os.geteuid() != 0:
         pytest.skip("needs root to become another user")
     for folder in (tmp_path, *tmp_path.parents[:3]):

@@ -163,7 +163,7 @@ def test_workers_have_pages_of_their_own(create, kind):
 
 
 def test_a_back_end_within_another(create, monkeypatch):
-    """SGLang can wrap any back end in one that delays calls; pages are stored in the inner one."""
+    """SGLang can wrap any back end in one that delays calls; pages still get the names of their worker."""
     from sglang.srt.environ import envs
 
     with envs.SGLANG_TEST_HICACHE_BACKEND_RANDOM_DELAY.override(0.001):
