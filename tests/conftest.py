@@ -1,4 +1,4 @@
-"""Options every test shares."""
+"""Options and fixtures that all tests share."""
 
 import importlib
 import importlib.util
@@ -12,14 +12,14 @@ import benchmarks  # noqa: F401  (a GPU host's checkout is not installed)
 from tests import nightly, pairs
 
 if not torch.cuda.is_available() and importlib.util.find_spec("triton"):
-    # Triton's own functions are made for the interpreter or not when it is first imported, by whatever library comes
-    # first; tests/kernels needs those that are.
+    # Triton decides at its first import, by any library, whether its own functions are made for the interpreter.
+    # tests/kernels needs those that are.
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1")
         importlib.import_module("triton.language")
 
 if "PYTEST_XDIST_WORKER" in os.environ:
-    torch.set_num_threads(1)  # else each of many workers takes every core
+    torch.set_num_threads(1)  # otherwise each of many workers takes every core
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -54,7 +54,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(scope="session")
 def model(request: pytest.FixtureRequest) -> Path:
-    """The model's folder. Its absence is an error: a skipped end-to-end test would look like a pass."""
+    """Returns the model's folder.
+
+    A missing model is an error, because a skipped end-to-end test would look like a pass.
+    """
     path = Path(request.config.getoption("--model")).expanduser().resolve()
     if not (path / "config.json").exists():
         pytest.fail(f"no model in {path}: run `python launch/model.py`, or give --model FOLDER", pytrace=False)

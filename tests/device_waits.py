@@ -1,4 +1,4 @@
-"""Seeing that the host never waits for the device."""
+"""Detects host code that waits for the device."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 @contextmanager
 def refused() -> Iterator[None]:
-    """Inside the block every wait for the GPU is an error: ``.item()``, a copy from pageable memory, ..."""
+    """Makes every wait for the GPU an error within the block: ``.item()``, a copy from pageable memory, ..."""
     if not torch.cuda.is_available():
         yield
         return

@@ -1,7 +1,7 @@
-"""README's quick start, run as a newcomer runs it: in an environment of its own, word for word, nothing downloaded.
+"""Runs README's quick start as a newcomer would: in its own environment, word for word, without downloads.
 
 ``Qwen/Qwen3-8B`` is a folder of that name in the newcomer's current folder: a random, narrow model with as many layers
-and heads. Its rotations lie in a hub cache, where and as the RotationZoo publishes them.
+and heads. Its rotations are in a hub cache, in the place and layout in which the RotationZoo publishes them.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ ROOT = Path(__file__).resolve().parent.parent
 MODEL = "Qwen/Qwen3-8B"
 STANDIN = TinyModel("Qwen3-8B", "qwen3", layers=36, hidden=64, heads=32, kv_heads=8, positions=40960)
 REPOSITORY, FOLDER = "Zhongzhu/OSCAR-RotationZoo", "Qwen3-8B/seq20000_prompt83_group128"
-#: What a newcomer may type in place of README's ``pip install .``.
+#: Commands that a newcomer may type instead of README's ``pip install .``.
 INSTALLS = {
     "installed": "pip install .",
     "editable": "pip install -e .",
     "wheel": "pip wheel --no-deps -w dist . && pip install dist/*.whl",
 }
-#: SGLang's default, which README's server listens on and its ``curl`` asks.
+#: SGLang's default address, which README's server listens on and its ``curl`` asks.
 URL = "http://localhost:30000"
 #: Bytes that SGLang finds free on a CPU host: its cache takes most of them, and several tests share a machine.
 SMALL_HOST = 6 << 30
@@ -48,22 +48,22 @@ import psutil
 real = psutil.virtual_memory
 psutil.virtual_memory = lambda: real()._replace(available=min(real().available, {SMALL_HOST}), total={SMALL_HOST})
 """
-#: No index is asked, and the environment's own setuptools builds.
+#: Makes pip ask no index and build with the environment's own setuptools.
 PIP = {"PIP_NO_INDEX": "1", "PIP_NO_BUILD_ISOLATION": "0", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
 
 
 class Failed(AssertionError):
-    """A command of README did not do what README says; the message has its output."""
+    """A command of README did not do what README says; the message includes its output."""
 
 
 def quick_start(page: str) -> list[str]:
-    """The commands of README's quick start, without their comments. One may go over several lines."""
+    """Returns the commands of README's quick start without comments; a command may take several lines."""
     section = page.split("\n## Quick start\n")[1].split("\n## ")[0]
     found, begun = [], ""
     for block in re.findall(r"^```bash\n(.*?)^```", section, re.MULTILINE | re.DOTALL):
         for line in block.splitlines():
             begun = f"{begun}\n{line}" if begun else line
-            with contextlib.suppress(ValueError):  # a quotation that goes on in the next line
+            with contextlib.suppress(ValueError):  # a quotation continues in the next line
                 if shlex.split(begun, comments=True):
                     found.append(begun)
                 begun = ""
@@ -71,13 +71,13 @@ def quick_start(page: str) -> list[str]:
 
 
 def is_server(command: str) -> bool:
-    """Whether a command is a server, which runs until it is stopped."""
+    """Returns True if a command starts a server, which runs until it is stopped."""
     return "sglang.launch_server" in command or command.startswith("sglang serve")
 
 
 @dataclass(frozen=True)
 class Node:
-    """A host with SGLang and without this package: a virtual environment that sees what is installed here.
+    """A host with SGLang but without this package: a virtual environment that sees this machine's packages.
 
     Attributes:
         folder: holds the environment, the clone and the hub cache.
@@ -122,10 +122,10 @@ class Node:
         }
 
     def run(self, command: str, where: Path, timeout: float = 600) -> str:
-        """What a command prints.
+        """Runs a command and returns what it prints.
 
         Raises:
-            Failed: its exit status is not 0.
+            Failed: the exit status is not 0.
         """
         words = ["bash", "-o", "pipefail", "-ec", command]
         done = subprocess.run(words, cwd=where, env=self.environment(), capture_output=True, text=True, timeout=timeout)
@@ -135,7 +135,7 @@ class Node:
 
     @contextlib.contextmanager
     def serving(self, command: str, where: Path, timeout: float = 600) -> Iterator[Path]:
-        """A server's log, while the server answers at ``URL``; it is stopped by SIGTERM.
+        """Starts a server and yields its log while it answers at ``URL``; SIGTERM stops it.
 
         Raises:
             Failed: something else listens there; the server ended, or was not ready in time.
@@ -164,10 +164,10 @@ class Node:
             process.wait()
 
     def follow(self, commands: list[str], where: Path) -> str:
-        """Runs commands one after the other; those behind a server's while it serves. Gives what the last one prints.
+        """Runs commands one after the other; a server keeps running for the commands after it. Returns the last output.
 
         Raises:
-            Failed: by one of them.
+            Failed: a command failed.
         """
         said = ""
         with contextlib.ExitStack() as servers:
@@ -181,10 +181,10 @@ class Node:
 
 
 def use(node: Node, where: Path, page: str) -> dict:
-    """Follows the quick start, from behind its installation, in a folder. Gives the chat completion at its end.
+    """Follows the quick start after its installation, in a folder; returns the chat completion at its end.
 
     Raises:
-        Failed: a command failed, or the answer is none.
+        Failed: a command failed, or there is no answer.
     """
     commands = quick_start(page)
     install = next(n for n, command in enumerate(commands) if command.startswith("pip install"))
@@ -200,7 +200,7 @@ def use(node: Node, where: Path, page: str) -> dict:
 
 
 def clone_to(folder: Path) -> None:
-    """A copy of this repository's files as git has them in the working tree, links as links."""
+    """Copies this repository's files, as git has them in the working tree; links remain links."""
     listed = subprocess.run(["git", "ls-files", "-z", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True)
     names = listed.stdout.decode().split("\0")[:-1] if listed.returncode == 0 else _without_git()
     for name in names:
@@ -211,7 +211,7 @@ def clone_to(folder: Path) -> None:
 
 
 def write_model(folder: Path) -> None:
-    """The stand-in for ``MODEL`` with a tokenizer of bytes."""
+    """Writes the stand-in for ``MODEL``, with a tokenizer of bytes."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -230,7 +230,7 @@ def write_model(folder: Path) -> None:
 
 
 def publish(hub: Path) -> None:
-    """A hub cache with random rotations for ``STANDIN``, in the place and layout of the published ones."""
+    """Writes a hub cache with random rotations for ``STANDIN``, in the place and layout of the published ones."""
     commit, repository = "0" * 40, hub / f"models--{REPOSITORY.replace('/', '--')}"
     folder = repository / "snapshots" / commit / FOLDER
     folder.mkdir(parents=True)
@@ -244,14 +244,14 @@ def publish(hub: Path) -> None:
 
 
 def _installed() -> list[str]:
-    """Folders of the packages that this process sees, without Python's own and this repository."""
+    """Returns the folders of packages that this process sees, without Python's own and this repository."""
     own = {Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib")}
     own |= {path / "lib-dynload" for path in own} | {ROOT}
     return [path for path in sys.path if Path(path).is_dir() and path and Path(path).resolve() not in own]
 
 
 def _without_git() -> list[str]:
-    """Files of a checkout that has no git folder, such as an archive; none of its hidden folders."""
+    """Returns the files of a checkout without git, such as an archive, except its hidden folders."""
     paths = (path.relative_to(ROOT) for path in ROOT.rglob("*") if path.is_symlink() or path.is_file())
     return [str(path) for path in paths if "__pycache__" not in path.parts and path.parts[0][0] != "."]
 

@@ -1,15 +1,15 @@
-"""Tests that only ``./test --all`` runs, and for each the cheaper test that finds the same kind of fault.
+"""Tests that only ``./test --all`` runs, each with a cheaper test that finds the same kind of fault.
 
-A GPU's kernels are tested in full without ``--all``: there the tests are fast.
+On a GPU, the kernels are tested in full without ``--all``, because there the tests are fast.
 """
 
 from __future__ import annotations
 
 import re
 
-#: By a pattern of test ids behind ``tests/``: what the default suite has instead. The first words of it are paths.
+#: Replacements in the default suite, by a pattern of test ids after ``tests/``; each begins with their paths.
 NIGHTLY = {
-    # Servers: SGLang's own behaviour, models of other kinds, several workers.
+    # Servers for SGLang's own behavior, models of other kinds, several workers.
     r"e2e/test_kits\.py": "tests/e2e/test_serving.py: turns, sessions, retraction and aborts, under the same checks; "
     "tests/cache/test_tiers.py damages tables in every way that the checks find",
     r"e2e/test_capture\.py": "tests/rotations/calibration/test_run.py: sums; tests/rotations/test_cli.py: the command",
@@ -32,7 +32,7 @@ NIGHTLY = {
     r"e2e/modes/test_lora": "tests/sglang/attention/test_folded_weights.py",
     r"e2e/modes/test_mixed_chunk": "tests/sglang/attention/test_mixed_batches.py",
     r"e2e/modes/test_priorities": "tests/e2e/test_serving.py: retraction",
-    # Servers: of a file, what its other tests show too.
+    # Tests with servers that repeat what other tests of their file show.
     r"e2e/test_hybrid\.py.*\[no radix cache\]": "tests/e2e/test_hybrid.py: differs from the other in a lookup",
     r"e2e/test_hicache\.py::test_(write_back|first_|host_memory)": "tests/sglang/hicache/test_hicache.py: what is ours",
     r"e2e/test_hicache_stores\.py": "tests/sglang/hicache/test_stores.py: SGLang's classes over other clients",
@@ -55,5 +55,5 @@ NIGHTLY = {
 
 
 def is_nightly(test: str) -> bool:
-    """Returns whether only ``--all`` runs a test, by its id."""
+    """Returns True if only ``--all`` runs a test, by its id."""
     return any(re.match(f"tests/{pattern}", test) for pattern in NIGHTLY)

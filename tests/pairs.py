@@ -1,4 +1,7 @@
-"""Fewer cases than every value with every other: pairs, or each value once. ``--all`` and a GPU take them all."""
+"""Fewer cases than all combinations of values: pairs, or each value once.
+
+With ``--all`` and on a GPU all combinations run.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +12,17 @@ import pytest
 import torch
 from allpairspy import AllPairs
 
-#: Whether ``--all`` was given; ``tests/conftest.py`` says so before any test is collected.
+#: True if all cases run: on a GPU, or with ``--all``, which ``tests/conftest.py`` reads before any test is collected.
 everything = torch.cuda.is_available()
 
 
 def few(values: Iterable, count: int) -> list:
-    """The first of these values; with ``--all`` and on a GPU all."""
+    """Returns the first ``count`` values; with ``--all`` and on a GPU all."""
     return list(values) if everything else list(values)[:count]
 
 
 def label(value: object) -> str:
-    """A value in a test's id: its keys where it came from a dictionary, widths of planes as digits."""
+    """Returns a value's part of a test id: a tuple's parts are joined, its integers without separators."""
     if isinstance(value, tuple):
         return ("" if all(isinstance(x, int) for x in value) else "-").join(map(label, value))
     return f"{value:g}" if isinstance(value, float) else getattr(value, "__name__", str(value))
@@ -53,6 +56,6 @@ def each(**values: Iterable) -> pytest.MarkDecorator:
 
 
 def _once(*lists: Iterable) -> Iterable[Sequence]:
-    """Values side by side, shorter lists repeated."""
+    """Pairs lists side by side and repeats shorter ones."""
     columns = [list(x) for x in lists]
     return ([column[n % len(column)] for column in columns] for n in range(max(map(len, columns))))

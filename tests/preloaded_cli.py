@@ -1,8 +1,8 @@
-"""Runs ``kvq`` in processes that are forked from one that has imported torch, which saves each of them two seconds.
+"""Runs ``kvq`` in processes forked from one that has imported torch, which saves each of them two seconds.
 
     python -m tests.preloaded_cli    # one command a line on stdin, as JSON; its exit status on stdout
 
-Modules that read the environment when they are imported, such as the hub's client, are each command's own.
+Each command itself imports the modules that read the environment at import, such as the hub's client.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from pathlib import Path
 
 from tests.conftest import ROOT
 
-#: Modules that commands import before they look at their arguments; the first ones are slow.
+#: Modules that commands import before they read their arguments; the first ones are slow.
 HEAVY = ("torch", "safetensors.torch", "rich.table", "typer", "sglang_kvq.cli", "sglang_kvq.rotations")
-#: Packages that read variables when they are imported.
+#: Packages that read environment variables when they are imported.
 READS_VARIABLES = ("huggingface_hub", "transformers")
 
 
@@ -47,7 +47,7 @@ def _parent() -> subprocess.Popen:
 
 
 def _become(request: dict) -> None:
-    """Becomes the command; it is ended by a signal if it takes too long."""
+    """Becomes the command; a signal ends it if it takes too long."""
     import signal
 
     signal.alarm(request["timeout"])
@@ -68,7 +68,7 @@ def _main() -> None:
 
     for name in HEAVY:
         importlib.import_module(name)
-    del sys.modules["sglang_kvq.cli"]  # runs as __main__
+    del sys.modules["sglang_kvq.cli"]  # it runs as __main__
     early = [name for name in READS_VARIABLES if name in sys.modules]
     assert not early, f"{early} are imported before a command's variables are set"
     for line in sys.stdin:

@@ -1,4 +1,4 @@
-"""A model's first layers, for tests of how a server behaves: on a CPU, decoding takes a fifth as long."""
+"""A model's first layers, for tests of a server's behavior: on a CPU, decoding takes a fifth of the time."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ LAYERS = 4
 
 
 def cut(model: Path, folder: Path, links: bool = True) -> Path:
-    """Writes a model's first ``LAYERS`` layers to a folder that does not exist.
+    """Writes a model's first ``LAYERS`` layers to a folder that does not exist yet.
 
     Args:
-        links: to the other files; or else copies of them, for who sees only this folder.
+        links: link the other files; otherwise copy them, for readers that see only this folder.
     """
     folder.mkdir()
     config = json.loads((model / "config.json").read_text())

@@ -1,4 +1,4 @@
-"""Every option of every ``kvq`` command, given wrongly: one error line that names the value, and no traceback.
+"""A wrong value for any option of any ``kvq`` command gives one error line that names it, and no traceback.
 
 The commands run in this process, through the entry point of the console script.
 """
@@ -19,23 +19,23 @@ from sglang_kvq.rotations import save_rotations
 from tests.evaluation.fake_server import FakeServer
 from tests.rotations.helpers import random_rotations, tiny_model_folder
 
-#: No number, and numbers out of any range.
+#: Values that are no number, or out of any range.
 WORD, NEGATIVE, HUGE = "twelve", "-3", "1" + "0" * 30
 NOT_POSITIVE = (WORD, NEGATIVE, "0")
-#: Paths: of nothing, of a folder without files, of bytes that are no text, below a file, and where nobody can write.
+#: Paths: a missing one, an empty folder, bytes that are no text, one below a file, and one that nobody can write.
 NOWHERE, EMPTY, BINARY, TEXT = "{tmp}/missing", "{tmp}/empty", "{tmp}/binary", "{text}"
 BELOW_FILE, NO_PLACE = "{text}/below", "/proc/missing/below"
 
 
 class Wrong(NamedTuple):
-    """Values that are wrong for an option, and further options with which they matter."""
+    """Values that are wrong for an option, and further options that make them matter."""
 
     values: tuple[str, ...]
     more: str = ""
 
 
 class Command(NamedTuple):
-    """What a command needs, and by option or argument what is wrong for it; ``{it}`` is where an argument goes."""
+    """A command's required words, and wrong values of each option or argument; ``{it}`` marks an argument's place."""
 
     needs: str
     wrong: dict[str, tuple[Wrong, ...]]
@@ -183,7 +183,7 @@ COMMANDS = {
     ),
 }
 
-#: What stands for an argument where an option is wrong.
+#: The argument's right value, where an option is wrong.
 RIGHT = {
     "calibrate": "{model}",
     "inspect": "{rotations}",
@@ -192,10 +192,10 @@ RIGHT = {
     "plan": "{model}",
 }
 
-#: Options that any text is right for, or that only a hub can say no to.
+#: Options that accept any text, or whose values only a hub can refuse.
 FREE = {"--base-model", "--revision", "--name", "--label"}
 
-#: What some messages say in place of the value, or beside its folder's name.
+#: Texts of which the message must show one, for values that it may not show as given.
 SHOWN = {HUGE: (HUGE, "e+30"), "kll,gsm8k": ("kll: unknown; did you mean kl?",)}
 
 CASES = [
@@ -208,7 +208,7 @@ CASES = [
 
 
 def parameters(command: str) -> set[str]:
-    """The options and arguments of a command that take a value."""
+    """Returns the options and arguments of a command that take a value."""
     known = typer.main.get_command(cli.app).commands[command].params
     return {p.opts[-1] if p.param_type_name == "option" else p.name for p in known if not getattr(p, "is_flag", False)}
 
@@ -221,7 +221,7 @@ def test_every_option_of_every_command_is_tried():
 
 @pytest.fixture(scope="module")
 def places(tmp_path_factory):
-    """What the values name."""
+    """Yields the files, folders and servers that the values name."""
     tmp = tmp_path_factory.mktemp("wrong")
     (tmp / "empty").mkdir()
     (tmp / "binary").write_bytes(b"\xff\xfe\x00\x9f" * 9)
@@ -243,7 +243,7 @@ def no_hub(monkeypatch):
 
 
 def kvq(words: list[str], monkeypatch, capsys) -> tuple[int, list[str]]:
-    """The exit status of the command, and what it says on stderr."""
+    """Runs the command; returns its exit status and the lines on stderr."""
     monkeypatch.setattr(sys, "argv", ["kvq", *words])
     capsys.readouterr()
     with pytest.raises(SystemExit) as left:
@@ -252,7 +252,7 @@ def kvq(words: list[str], monkeypatch, capsys) -> tuple[int, list[str]]:
 
 
 def line(command: str, option: str, value: str, more: str, places: dict) -> list[str]:
-    """The command line; of an option given twice the last one counts."""
+    """Returns the command line; if an option is given twice, the last one counts."""
     needs = COMMANDS[command].needs
     if "{alone}" in more:
         needs = "--out {tmp}/out --text {text}"

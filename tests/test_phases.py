@@ -1,4 +1,4 @@
-"""Phases of a long command: lines where nobody watches, bars on a terminal, times at the end."""
+"""Phases of a long command: lines without a terminal, bars on a terminal, times at the end."""
 
 import contextlib
 import io
@@ -19,7 +19,7 @@ def shown(run, terminal=False, **options):
 
 def test_each_phase_begins_and_ends_with_a_line():
     def run(phases):
-        phases("loading", 0, 1)  # ends when the next one begins
+        phases("loading", 0, 1)  # this phase ends when the next one begins
         for done in range(4):
             phases("moments", done, 3)
         phases("moments", 3, 3)

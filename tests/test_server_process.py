@@ -1,4 +1,4 @@
-"""Servers as child processes: what they started ends with them, and they end with us."""
+"""Servers as child processes: what they start ends with them, and they end with this process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sglang_kvq import server_process
 from sglang_kvq.server_process import ServerFailed, ServerProcess, free_port
 from tests.conftest import ROOT
 
-#: Answers ``/health``; before that it starts a child of its own and prints both process ids.
+#: A server that answers ``/health``; before that it starts a child and prints both process ids.
 SERVER = """
 import http.server, os, subprocess, sys
 child = subprocess.Popen(["sleep", "600"])
@@ -36,12 +36,12 @@ def server(folder: Path, code: str = SERVER, **options) -> ServerProcess:
 
 
 def started(folder: Path) -> list[int]:
-    """Process ids of the server and of its child."""
+    """Returns the process ids of the server and of its child."""
     return [int(word) for word in (folder / "server.log").read_text().splitlines()[0].split()]
 
 
 def running(pid: int) -> bool:
-    """Whether the process exists and is more than an entry that nobody has waited for."""
+    """Returns True if the process exists and is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
@@ -62,7 +62,7 @@ def test_ports_are_free_and_given_out_once(monkeypatch):
         monkeypatch.setattr(server_process, "PORTS", range(first, first + 2))
         try:
             ports = [free_port()]
-        except ServerFailed:  # somebody has the other one
+        except ServerFailed:  # another process has the other port
             pytest.skip(f"port {first + 1} is taken")
         assert ports == [first + 1]
         with pytest.raises(ServerFailed, match=f"no free port from {first} to {first + 1}"):

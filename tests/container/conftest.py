@@ -1,4 +1,4 @@
-"""The image, built once, and containers that tests share."""
+"""The image, which is built once, and the containers that tests share."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from tests import shallow
 from tests.container.image import Container, Images
 from tests.container.workshop import Ended, Workshop
 
-#: They need no image, which is built meanwhile; the last ones end the replicas.
+#: Test files in their order. The first ones need no image, which is built in the meantime; the last ones end the
+#: replicas.
 ORDER = ("test_kubernetes.py", "test_router.py", "test_failures.py", "test_image.py")
 #: Fixtures that need the image.
 IMAGE = {"images", "restricted", "configured"}
@@ -48,19 +49,19 @@ def images(workshop: Workshop) -> Images:
 
 @pytest.fixture(scope="session")
 def restricted(workshop: Workshop) -> Container:
-    """A replica with little allowed and an API key, as a user that the image does not know."""
+    """Returns a replica with few permissions and an API key, run by a user that the image does not know."""
     return workshop.restricted.result()
 
 
 @pytest.fixture(scope="session")
 def configured(workshop: Workshop) -> Container:
-    """A replica whose method a file chooses, as the image's own user; both take the model from a hub."""
+    """Returns a replica that takes its method from a file, run by the image's user; both replicas load from a hub."""
     return workshop.configured.result()
 
 
 @pytest.fixture
 def ended(request: pytest.FixtureRequest, workshop: Workshop) -> Ended:
-    """Status and log of the container of the test's mark ``ending``."""
+    """Returns status and log of the container that the test's mark ``ending`` names."""
     (marker,) = request.node.iter_markers("ending")
     return workshop.endings[marker.args[0]].result()
 

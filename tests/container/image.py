@@ -1,7 +1,7 @@
 """Builds the image of the repository's Dockerfile on a small stand-in for SGLang's image, and runs it.
 
 The stand-in is Debian with the Python of the newest release's test environment, whose packages are mounted at run time.
-It needs root, Debian's packages ``buildah mmdebstrap podman runc``, and no container registry.
+This module needs root, Debian's packages ``buildah mmdebstrap podman runc``, and no container registry.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from sglang_kvq.server_process import OPENER, ServerFailed, ServerProcess, free_
 from tests.e2e.preloaded import other_models
 
 ROOT = Path(__file__).resolve().parents[2]
-#: Debian's release that has this Python: compiled packages of the environment are made for it.
+#: Debian's release by Python version, because the environment's compiled packages need the same Python.
 DEBIAN = {(3, 11): "bookworm", (3, 13): "trixie"}
-#: Files that nothing in the image reads.
+#: Folders of files that nothing in the image reads.
 LEFT_OUT = ("doc", "info", "locale", "man")
 PACKAGES = "python3,python3-pip,curl,ca-certificates,libgomp1,libnuma1"
 BASE, IMAGE = f"docker.io/lmsysorg/sglang:v{NEWEST}", "localhost/sglang-kvq"
@@ -44,7 +44,7 @@ from sglang.cli.main import main
 if __name__ == "__main__":
     main()
 """
-#: podman's own are above what a sandbox may ask for.
+#: Lower limits than podman's own, which are more than a sandbox may request.
 LIMITS = ("--ulimit", "nofile=4096:4096", "--ulimit", "nproc=4096:4096")
 #: Docker's --read-only and Kubernetes' restricted profile, with a user that the image does not know.
 RESTRICTED = (
@@ -57,7 +57,7 @@ class Images:
     """Storage of images and containers in one folder.
 
     Args:
-        folder: on a file system that overlays can be made on.
+        folder: on a file system that supports overlays.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -66,7 +66,7 @@ class Images:
         self._storage += ["--storage-driver", "overlay"]
         (folder / "empty").mkdir(exist_ok=True)
         site = Path(sysconfig.get_paths()["purelib"])
-        # The environment's editable install of the plugin is hidden: the image has its own.
+        # An empty folder hides the environment's editable install of the plugin, because the image has its own.
         self.site = ["-v", f"{site}:{SITE}:ro"]
         for info in site.glob("sglang_kvq-*.dist-info"):
             self.site += ["-v", f"{folder / 'empty'}:{SITE}/{info.name}:ro"]
@@ -114,7 +114,7 @@ def _pip_files() -> list[str]:
     """Returns the files that configure pip on this machine, and the certificates that it trusts."""
     asked = subprocess.run([sys.executable, "-m", "pip", "config", "debug"], capture_output=True, text=True, check=True)
     files = [line.split(", exists:")[0].strip() for line in asked.stdout.splitlines() if ", exists: True" in line]
-    # A file in a folder of its own may name others there.
+    # A file in its own folder may refer to others there.
     places = {file if Path(file).parent == Path("/etc") else str(Path(file).parent) for file in files}
     return sorted(places) + [path for path in ("/etc/ssl/certs/ca-certificates.crt",) if Path(path).exists()]
 
@@ -123,9 +123,9 @@ class Container(ServerProcess):
     """The image as a running server, for the duration of the ``with`` block.
 
     Args:
-        images: where the image is.
+        images: the storage of the image.
         model: folder that the container sees as ``/model``.
-        arguments: the container's; after the CPU's flags and, unless they name a model, ``/model``.
+        arguments: of the container, after the CPU's flags and, unless they name a model, ``--model-path=/model``.
         options: of ``podman run``.
     """
 
@@ -168,7 +168,7 @@ class Container(ServerProcess):
         return self.ask("/generate", {"text": text, "sampling_params": sampling}, key)
 
     def execute(self, *words: str) -> subprocess.CompletedProcess[str]:
-        """Runs a command inside and returns its status and output."""
+        """Runs a command in the container and returns its status and output."""
         return subprocess.run(self.images.podman("exec", self.name, *words), capture_output=True, text=True)
 
     def pid(self, title: str) -> int:

@@ -1,4 +1,4 @@
-"""Failures in operation, brought about; docs/operations.md describes them."""
+"""Failures in operation, caused on purpose; docs/operations.md describes them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_body_of_6_megabytes(restricted: Container) -> None:
 
 
 def test_two_replicas_fill_one_volume(restricted: Container, configured: Container) -> None:
-    """An empty one, at once, as different users of group 0; each waits for the other's downloads."""
+    """Both replicas start with an empty volume, as different users of group 0; each waits for the other's downloads."""
     for server, key, user in ((restricted, KEY, "123456"), (configured, None, "10001")):
         assert server.generate("Hello", 1, key)[0] == 200
         assert server.execute("id", "-u").stdout.strip() == user

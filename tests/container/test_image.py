@@ -1,4 +1,4 @@
-"""The image serves where little is allowed, and says with its exit status how it ended."""
+"""The image serves with few permissions, and its exit status says how it ended."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Every overlay of launch/kubernetes renders to objects that the API accepts, and that keep to what the image needs.
+"""Every overlay of launch/kubernetes renders to objects that the API accepts and that suit the image.
 
-``schemas`` has those of three custom resources, as their projects published them in August 2026: without descriptions,
-and without the pods of a LeaderWorkerSet, which are checked as pods.
+``schemas`` holds the schemas of three custom resources, as their projects published them in August 2026, without
+descriptions. They also lack the pods of a LeaderWorkerSet, which are checked as pods.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ CUSTOM = {path.stem: path for path in (Path(__file__).parent / "schemas").glob("
 
 @cache
 def objects(overlay: str) -> list[Any]:
-    """Returns what an overlay renders to."""
+    """Returns the objects that an overlay renders to."""
     done = subprocess.run(["kubectl", "kustomize", str(FOLDER / overlay)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return list(yaml.safe_load_all(done.stdout))
 
 
 def closed(schema: Any) -> Any:
-    """Returns the schema, refusing fields that it does not name: the API drops them silently."""
+    """Returns the schema, changed to refuse fields that it does not name, because the API drops these silently."""
     if isinstance(schema, list):
         return [closed(part) for part in schema]
     if not isinstance(schema, dict):
@@ -54,7 +54,7 @@ def pods(found: list[Any]) -> Iterator[dict[str, Any]]:
 
 
 def check(one: dict[str, Any]) -> None:
-    """Compares an object with its schema."""
+    """Validates an object against its schema."""
     if one["kind"] in CUSTOM:
         jsonschema.validate(one, closed(json.loads(CUSTOM[one["kind"]].read_text())))
         templates = pods([one])

@@ -1,4 +1,4 @@
-"""SGLang's router before two servers: one header keeps a session on one of them and names it there."""
+"""SGLang's router in front of two servers: one header keeps a session on one of them and names it there."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ FLAGS = (
     *("--kv-quant", "int4", "--kv-quant-recent", "128", "--enable-metrics", "--episodic-session-header", KEY),
     *("--episodic-policy", "retrieve", "--episodic-budget", "1024", "--episodic-block", "192"),
 )
-#: Flags of the manifest that say how the router treats servers and requests, not where it finds servers.
+#: The manifest's flags that say how the router treats servers and requests, but not where it finds servers.
 CHOICE = re.compile("--(policy|assignment-mode|max-|health-|disable-circuit-breaker)")
 FORGETFUL = ("--policy=round_robin",)
-#: Seconds. The router's own limit for a health check is five.
+#: Seconds for which a server does not answer. The router's own limit for a health check is five.
 LATE = 6
-#: Refused requests in a row. Ten open the router's circuit breaker, unless it is off.
+#: Refused requests in a row. Ten would open the router's circuit breaker if it were on.
 REFUSED = 11
-#: Bytes: more than the router passes on.
+#: Bytes of a body larger than the router forwards.
 LARGE = 17 << 20
 SESSIONS = [f"conversation-{n}" for n in range(4)]
 TURNS = 5
-#: About 140 tokens.
+#: A text of about 140 tokens.
 SAID = "The keeper of the lighthouse wrote down what had happened on that day. " * 10
 
 
@@ -69,7 +69,7 @@ def servers(shallow_model: Path, tmp_path_factory: pytest.TempPathFactory) -> It
 
 
 def choice() -> list[str]:
-    """Returns the flags of the router in launch/kubernetes that keep a session on one server, and large bodies away."""
+    """Returns the router's flags in launch/kubernetes that keep a session on one server and large bodies away."""
     objects = yaml.safe_load_all((ROOT / "launch" / "kubernetes" / "replicas" / "router.yaml").read_text())
     (pod,) = (one["spec"]["template"]["spec"] for one in objects if one["kind"] == "Deployment")
     return [flag for flag in pod["containers"][0]["args"] if CHOICE.match(flag)]
@@ -77,9 +77,9 @@ def choice() -> list[str]:
 
 @contextmanager
 def routed(servers: list[Server], log: Path, *more: str) -> Iterator[ServerProcess]:
-    """A router before the servers, once it knows them: it is healthy before.
+    """Yields a router in front of the servers once it knows them; it reports itself healthy before that.
 
-    It has the manifest's flags. Only its health checks are more frequent, so that it soon misses a dead server.
+    It has the manifest's flags, except for more frequent health checks, so that it soon misses a dead server.
     """
     port = free_port()
     command = [
@@ -94,7 +94,7 @@ def routed(servers: list[Server], log: Path, *more: str) -> Iterator[ServerProce
             time.sleep(0.2)
         yield router
     finally:
-        router.stop(grace=0)  # it would wait for connections that are kept open
+        router.stop(grace=0)  # otherwise it waits for connections that are kept open
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +104,7 @@ def router(servers: list[Server], tmp_path_factory: pytest.TempPathFactory) -> I
 
 
 def turn(router: ServerProcess, name: str, n: int) -> requests.Response:
-    """Sends a turn of a conversation: the whole of it so far."""
+    """Sends a turn of a conversation, with the whole conversation before it."""
     text = f"{name} begins. " + "".join(f"Day {day}. {SAID}" for day in range(n + 1))
     sampling = {"temperature": 0, "max_new_tokens": 2, "ignore_eos": True}
     body = {"text": text, "sampling_params": sampling}
@@ -112,7 +112,7 @@ def turn(router: ServerProcess, name: str, n: int) -> requests.Response:
 
 
 def served(router: ServerProcess, name: str, n: int) -> int:
-    """Sends a turn, which must be answered; returns the tokens of its prompt."""
+    """Sends a turn and asserts that it is answered; returns the number of its prompt's tokens."""
     answer = turn(router, name, n)
     assert answer.status_code == 200, answer.text
     return int(answer.json()["meta_info"]["prompt_tokens"])
@@ -124,18 +124,18 @@ def known(server: Server, prefix: str) -> set[str]:
 
 
 def homes(servers: list[Server]) -> list[set[str]]:
-    """Returns which of the conversations each server remembers."""
+    """Returns the conversations that each server remembers."""
     return [known(server, "conversation") for server in servers]
 
 
 def computed(server: Server) -> float:
-    """Returns the prompt tokens of sessions that a server computed, by its metrics."""
+    """Returns how many prompt tokens of sessions a server has computed, by its metrics."""
     lines = server.request("/metrics").decode().splitlines()
     return sum(float(line.split()[-1]) for line in lines if line.startswith("sglang_kvq_session_computed_tokens_total"))
 
 
 def settled(servers: list[Server]) -> list[float]:
-    """Returns each server's ``computed`` once nothing goes on in the background."""
+    """Returns each server's ``computed`` once no background work remains."""
     while True:
         before = [computed(server) for server in servers]
         time.sleep(0.5)
@@ -145,7 +145,7 @@ def settled(servers: list[Server]) -> list[float]:
 
 def test_sessions_stay_on_one_server(router: ServerProcess, servers: list[Server]) -> None:
     before = settled(servers)
-    with ThreadPoolExecutor() as pool:  # the router counts the sessions that are being answered
+    with ThreadPoolExecutor() as pool:  # the router counts the sessions being answered
         list(pool.map(lambda name: served(router, name, 0), SESSIONS))
     lengths = [[served(router, name, n) for name in SESSIONS] for n in range(1, TURNS)]
     first, second = homes(servers)
@@ -156,7 +156,7 @@ def test_sessions_stay_on_one_server(router: ServerProcess, servers: list[Server
 
 
 def test_a_server_that_answers_late_keeps_its_sessions(router: ServerProcess, servers: list[Server]) -> None:
-    """A busy server: one health check that times out must not move the sessions of a server."""
+    """A busy server may miss one health check; that must not move its sessions."""
     before = homes(servers)
     late, owned = next((server, names) for server, names in zip(servers, before) if SESSIONS[0] in names)
     assert late.process is not None
@@ -183,7 +183,7 @@ def test_refused_requests_move_no_session(router: ServerProcess, servers: list[S
 
 
 def test_a_large_body_ends_at_the_router(router: ServerProcess) -> None:
-    """A server would take minutes for 64 MB, and answer nothing else meanwhile."""
+    """A server would take minutes for 64 MB, and answer nothing else in the meantime."""
     body = {"text": "a" * LARGE, "sampling_params": {"max_new_tokens": 1}}
     answer = requests.post(f"{router.url}/generate", json=body, headers={KEY: "large"}, timeout=300)
     assert answer.status_code == 413
@@ -191,7 +191,7 @@ def test_a_large_body_ends_at_the_router(router: ServerProcess) -> None:
 
 
 def test_what_the_router_does_not_pass_on_names_no_session(router: ServerProcess, servers: list[Server]) -> None:
-    """The guide says so; a router that passes it on can keep the names that clients use without one."""
+    """The router drops X-Session-Id and session_id, as the guide says; otherwise clients could keep these names."""
     sampling = {"temperature": 0, "max_new_tokens": 2}
     chat = {"model": "default", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2}
     for path, body in (("generate", {"text": "Hello", "sampling_params": sampling}), ("v1/chat/completions", chat)):

@@ -1,4 +1,4 @@
-"""Builds the image in the background, and starts containers side by side, before the tests that look at them."""
+"""Builds the image in the background and starts containers side by side, before the tests that use them."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from tests.container.image import RESTRICTED, Container, Images
 from tests.rotations.hub_server import REPOSITORY, hub_server
 
 SHARED_MEMORY = Path("/dev/shm")
-#: Bytes of the images.
+#: Bytes that the images need.
 NEEDED = 3 << 30
-#: Volume of the two replicas, in storage of the run's own.
+#: Volume that both replicas fill, in this run's own storage.
 VOLUME = "kvq-home"
-#: Key of the replica ``restricted``.
+#: API key of the replica ``restricted``.
 KEY = "the right key"
-#: Containers that end by themselves and run at once; each takes one to three gigabytes.
+#: Number of containers that run at once, of those that end by themselves; each takes one to three gigabytes.
 AT_ONCE = 2
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "operations.md").read_text()
 
 
 def said(log: str, words: str) -> None:
-    """Checks that these words are in a log or an answer, and on the page about failures."""
+    """Asserts that these words are in a log or an answer, and on the page about failures."""
     assert words in log, log
     assert words in PAGE, f"docs/operations.md does not say {words!r}"
 
 
 @dataclass(frozen=True)
 class Ended:
-    """Status and log of a container that ended."""
+    """Status and log of a container that has ended."""
 
     status: int
     log: str
@@ -46,14 +46,14 @@ class Ended:
 
 @dataclass
 class Workshop:
-    """Image and containers that the tests of one run share, in one folder that goes with it.
+    """Image and containers that the tests of one run share, in one folder that is removed at the end.
 
-    ``with`` starts what is asked for: the image if anything is, the two replicas, and containers that end. Threads live
-    until the end, since a container ends with the thread that started it.
+    ``begin`` starts what the tests ask for: the image, the two replicas, and containers that end by themselves. Threads
+    live until the ``with`` block ends, because a container ends with the thread that started it.
 
     Attributes:
-        model: whose first layers are served, from a folder or from a hub on this machine.
-        logs: folder for logs and for what containers mount.
+        model: the model; containers serve its first layers, from a folder or from a hub on this machine.
+        logs: folder for logs and for files that containers mount.
     """
 
     model: Path
@@ -62,7 +62,7 @@ class Workshop:
     _running: list[Container] = field(default_factory=list)
 
     def __enter__(self) -> Workshop:
-        # Unpacking waits for the disk thousands of times; memory does not.
+        # Unpacking waits for a disk thousands of times, but not for memory.
         roomy = SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free > NEEDED
         self.folder = Path(tempfile.mkdtemp(prefix="kvq-container-", dir=SHARED_MEMORY if roomy else None))
         self._exits.callback(shutil.rmtree, self.folder)
@@ -85,7 +85,7 @@ class Workshop:
         return pool
 
     def begin(self, replicas: bool, endings: Collection[Ending]) -> None:
-        """Starts what tests will ask for."""
+        """Starts the containers that tests will ask for."""
         self.built = self._pool.submit(self._build)
         if replicas:
             self.restricted = self._pool.submit(self._replica, "restricted", (f"--api-key={KEY}",), RESTRICTED)
@@ -97,16 +97,16 @@ class Workshop:
 
     @cached_property
     def hub(self) -> tuple[str, ...]:
-        """Options of a container that takes ``REPOSITORY`` from the hub on this machine."""
+        """Returns options of a container that loads ``REPOSITORY`` from the hub on this machine."""
         return ("--env", "HF_HUB_OFFLINE=0", "--env", f"HF_ENDPOINT={self._hub}")
 
     def container(
         self, name: str, *arguments: str, options: tuple[str, ...] = (), model: Path | None = None
     ) -> Container:
-        """Makes a container that is not yet started, once the image is there.
+        """Creates a container without starting it, after the image has been built.
 
         Args:
-            arguments, options, model: as ``Container`` takes them; the model is ``readable`` unless another is given.
+            arguments, options, model: as ``Container`` takes them; the default model is ``readable``.
         """
         made = Container(
             self.built.result(), self.logs / name / f"{name}.log", model or self.readable, arguments, options
@@ -117,7 +117,7 @@ class Workshop:
     def _build(self) -> Images:
         images = Images(self.folder)
         images.build()
-        # Two containers that start at the same time cannot both make it.
+        # Two containers that start at the same time cannot both create it.
         subprocess.run(images.podman("volume", "create", VOLUME), check=True, stdout=subprocess.DEVNULL)
         return images
 
@@ -136,5 +136,5 @@ class Workshop:
             raise AssertionError(f"{container.name}: it serves, but must not\n{container.log_tail()}")
 
 
-#: Makes a container that ends by itself, and removes what it needed.
+#: Creates a container that ends by itself, and afterwards removes what that container needed.
 Ending: TypeAlias = Callable[[Workshop], AbstractContextManager[Container]]

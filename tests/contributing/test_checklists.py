@@ -26,7 +26,7 @@ def test_every_item_names_one_file(heading: str) -> None:
 
 
 def test_paths_in_the_text_exist() -> None:
-    """Of what stands in backticks: paths from the root, or from the package, but for those that commands write."""
+    """Paths in backticks exist, from the root or from the package, except those that commands write."""
     text = re.sub(r"--out \S+|\.venvs/[\w-]*|\.models/", "", checklists.TEXT)
     words = {word for span in re.findall(r"`([^`\n]+)`", text) for word in span.split()}
     paths = {word for word in words if re.fullmatch(r"[\w./-]+/[\w.-]*", word) and "NAME" not in word}

@@ -1,4 +1,4 @@
-"""Hooks and the workflow run what ./test runs."""
+"""Pre-commit hooks and the workflow run what ./test runs."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_the_container_is_tested_as_root_where_its_tools_are(monkeypatch: pytest
 
 
 def collected(words: tuple[str, ...]) -> set[Path]:
-    """The files of tests in a job's paths, without those that it ignores."""
+    """Returns the test files in a job's paths, without those that it ignores."""
     ignored = {ROOT / word.removeprefix("--ignore=") for word in words if word.startswith("--ignore=")}
     paths = [ROOT / word for word in words if word.startswith("tests")]
     files = {file for path in paths for file in ([path] if path.is_file() else path.rglob("test_*.py"))}
@@ -90,7 +90,7 @@ def test_quick_jobs_exist_and_start_no_server() -> None:
 
 
 def test_nightly_servers_have_what_moves_their_pages() -> None:
-    """In the environment of the newest release, whether they are named or not."""
+    """Nightly jobs install what moves pages in the newest release's environment, with or without test names."""
     for words in ([], ["tests/e2e/test_disaggregation.py"]):
         (servers,) = (job for job in plan(words, everything=True) if NIGHTLY_PACKAGES in job.commands)
         first, tests = servers.commands
@@ -99,7 +99,7 @@ def test_nightly_servers_have_what_moves_their_pages() -> None:
 
 
 def test_words_of_a_command_line() -> None:
-    """Options go to every job; paths run where they belong, and linters with neither."""
+    """Options go to every job; paths go to the jobs where they belong, and then no linter runs."""
     assert all("-x" in words for job in plan(["-x"], everything=True) for words in job.commands if "--all" in words)
     unit, oldest, newest = plan(["tests/cache", "tests/sglang/test_flags.py"])
     assert "tests/cache" in unit.commands[0] and unit.version == newest.version == NEWEST

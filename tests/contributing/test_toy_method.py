@@ -1,4 +1,4 @@
-"""CONTRIBUTING's checklist for a method is enough: following it alone adds one that works and is tested."""
+"""CONTRIBUTING's checklist for a method is enough: following it alone adds a method that works and is tested."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.contributing import checklists
 
 NAME = "toy-channels"
 MODULE = NAME.replace("-", "_")
-#: Folders that a contributor edits or that find files from their own place; a link to the others is enough.
+#: Folders that are copied because a contributor edits them or because their files locate others; the rest is linked.
 COPIED = ("sglang_kvq", "tests", "docs")
 LINKED = (".github", "launch", "benchmarks")
 
@@ -40,7 +40,7 @@ METHOD = Method(
 
 
 def before(anchor: str, new: str, below: str = "") -> Callable[[str], str]:
-    """An edit that puts ``new`` before the line in which ``anchor`` stands for the first time below a heading."""
+    """Returns an edit that puts ``new`` before the first line with ``anchor`` below a heading."""
 
     def edit(text: str) -> str:
         at = text.index(anchor, text.index(below))
@@ -77,7 +77,7 @@ def log_it(text: str) -> str:
     return text.replace("## [Unreleased]\n", f"## [Unreleased]\n\n### Added\n\n- `--kv-quant {NAME}`.\n", 1)
 
 
-#: What the checklist says, file by file.
+#: Edits that the checklist asks for, by file.
 EDITS: dict[str, Callable[[str], str]] = {
     "sglang_kvq/methods/NAME.py": lambda _: METHOD,
     "sglang_kvq/methods/__init__.py": name_it,
@@ -120,7 +120,7 @@ for exact, back in zip((k, v), format.dequantize_pages(records)):
 
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """This repository as a contributor would have it."""
+    """Returns a copy of this repository as a contributor would have it."""
     folder = tmp_path_factory.mktemp("contribution") / "clone"
     folder.mkdir()
     for path in ROOT.iterdir():
@@ -134,7 +134,7 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def state(folder: Path) -> dict[str, str]:
-    """A hash of every file that can be edited."""
+    """Returns a hash of every file that can be edited."""
     files = [*folder.glob("*"), *(path for name in COPIED for path in (folder / name).rglob("*"))]
     return {
         path.relative_to(folder).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
@@ -145,7 +145,7 @@ def state(folder: Path) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def contribution(clone: Path) -> tuple[Path, set[str]]:
-    """The clone with the method in it, and the files that this took."""
+    """Returns the clone with the method in it, and the files that were changed for it."""
     start = state(clone)
     for name, edit in EDITS.items():
         path = clone / name.replace("NAME", MODULE)

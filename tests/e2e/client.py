@@ -1,4 +1,4 @@
-"""Small things the end-to-end tests ask of a server, over HTTP."""
+"""HTTP requests that the end-to-end tests send to a server."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import requests
 
 
 def held_out_text(everything: bool = False) -> str:
-    """English prose that no calibration has seen and every machine has: the language reference in Python itself."""
+    """Returns English that no calibration has seen and every machine has: the language reference within Python."""
     from pydoc_data.topics import topics
 
     some = ("assignment", "class", "exceptions", "import", "objects", "types")
@@ -31,26 +31,26 @@ class Client:
         return response.json()
 
     def token_logprobs(self, ids: list[int], tokens: int = 1) -> list[float]:
-        """Log-probability of each prompt token after the first, then of each generated one."""
+        """Returns the log-probability of each prompt token after the first, then of each generated one."""
         meta = self.generate(ids, tokens, return_logprob=True, logprob_start_len=0)["meta_info"]
         pairs = meta["input_token_logprobs"][1:] + meta["output_token_logprobs"]
         return [p[0] for p in pairs]
 
     def distributions(self, ids: list[int], top: int) -> list[dict[int, float]]:
-        """The ``top`` most likely tokens and their log-probabilities after each prompt token but the last."""
+        """Returns the ``top`` most likely tokens and their log-probabilities after each prompt token but the last."""
         options = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": top}
         meta = self.generate(ids, 1, **options)["meta_info"]
         return [{token: lp for lp, token, _ in position} for position in meta["input_top_logprobs"][1:]]
 
     def ask(self, question: str, tokens: int = 30) -> str:
-        """The greedy answer to one user message."""
+        """Returns the greedy answer to one user message."""
         messages = [{"role": "user", "content": question}]
         response = self.post("/v1/chat/completions", model="m", messages=messages, temperature=0, max_tokens=tokens)
         assert response.status_code == 200, response.text
         return response.json()["choices"][0]["message"]["content"]
 
     def states(self) -> list[dict]:
-        """``kv_quant`` of each data-parallel worker."""
+        """Returns ``kv_quant`` of each data-parallel worker."""
         response = requests.get(f"{self.url}/server_info", timeout=300)
         return [state["kv_quant"] for state in response.json()["internal_states"]]
 
@@ -58,7 +58,7 @@ class Client:
         return self.states()[0]
 
     def flush(self) -> None:
-        """Empty the prefix cache, as soon as the server is idle."""
+        """Empties the prefix cache as soon as the server is idle."""
         deadline = time.time() + 300
         while self.post("/flush_cache").status_code != 200:
             assert time.time() < deadline, "requests are still running"
@@ -66,7 +66,7 @@ class Client:
 
 
 def coarse_kl(p: dict[int, float], q: dict[int, float]) -> float:
-    """KL divergence of the tokens that both list, and one bucket for all others: a lower bound of the full one."""
+    """Returns a lower bound of the KL divergence: tokens that both list count singly, all others as one."""
     shared = [t for t in p if t in q]
     terms = [(math.exp(p[t]), math.exp(q[t])) for t in shared]
     terms.append((max(1 - sum(a for a, _ in terms), 1e-9), max(1 - sum(b for _, b in terms), 1e-9)))
@@ -74,6 +74,6 @@ def coarse_kl(p: dict[int, float], q: dict[int, float]) -> float:
 
 
 def together(jobs: list) -> list:
-    """Run zero-argument callables at once and return their results."""
+    """Runs zero-argument callables at once and returns their results."""
     with ThreadPoolExecutor(len(jobs)) as pool:
         return [f.result() for f in [pool.submit(job) for job in jobs]]

@@ -1,4 +1,4 @@
-"""Servers for end-to-end tests. One takes half a minute to start, so tests with the same flags share it."""
+"""Servers for end-to-end tests. A server takes half a minute to start, so tests with the same flags share it."""
 
 from __future__ import annotations
 
@@ -20,42 +20,43 @@ from sglang_kvq.releases import OLDEST
 from tests import shallow
 from tests.e2e.preloaded import Preloaded, other_models
 
-#: On a GPU machine the same tests run there, decoding inside CUDA graphs.
+#: True on a GPU machine: the same tests run there, and decode inside CUDA graphs.
 ON_GPU = torch.cuda.is_available()
 GPU_FLAGS = (
     *("--dtype", "bfloat16", "--sampling-backend", "pytorch", "--grammar-backend", "none"),
     *("--mem-fraction-static", "0.6", "--max-total-tokens", "4096", "--max-running-requests", "8"),
     *("--context-length", "2048"),
 )
-#: SGLang checks its pools whenever idle and after every step, and stops at the first page that is not accounted for.
+#: Makes SGLang check its pools whenever idle and after every step, and stop at the first page unaccounted for.
 STRICT = {
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
     "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1",
 }
-#: Idle servers are kept this many at a time: each holds about 2.5 GB.
+#: Number of idle servers that are kept: each holds about 2.5 GB.
 KEPT = 2
-#: Files in an order in which most find a server with their flags running: of one line, each leaves what the next uses.
+#: Files in an order in which most find a server with their flags running. Each file in a line leaves a server that the
+#: next one uses.
 ORDER = (
     *("test_bf16.py", "test_demo.py", "test_kits.py", "test_transform.py"),
     *("test_server_metrics.py", "test_folded_weights.py", "test_serving.py"),
     *("test_evaluation.py", "test_numbers.py", "test_parallel.py"),
     *("test_canary.py", "test_capture.py", "test_refusals.py"),
 )
-#: Tests that the oldest release runs without ``--all``: one server under load. ``tests/sglang`` tests what differs from
-#: the newest, symbol by symbol.
+#: Tests that the oldest release runs without ``--all``: one server under load. ``tests/sglang`` tests, symbol by
+#: symbol, what differs from the newest release.
 OLDEST_TOO = re.compile(r"test_serving\.py::")
-#: Seconds until a server must be ready: beside other jobs on two slow cores one took three minutes.
+#: Seconds until a server must be ready: next to other jobs on two slow cores, one took three minutes.
 READY = 900
 
 
 def variables(env: dict[str, str] | None) -> dict[str, str]:
-    """Environment variables of a test's server: ``STRICT``, only the models that tests load, and ``env``'s own."""
+    """Returns the environment variables of a test's server: ``STRICT``, a list of models to leave out, and ``env``."""
     return {**STRICT, "SGLANG_DISABLED_MODEL_ARCHS": other_models(), **(env or {})}
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Order files by ``ORDER``, then others. A test's limit includes its servers; two on a busy CPU take minutes."""
+    """Orders files by ``ORDER``, then others, and gives each test a limit that includes the start of its servers."""
     here = Path(__file__).parent
     ours = [item for item in items if here in item.path.parents]
     for item in ours:
@@ -68,7 +69,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 class Servers:
-    """Running servers by their flags and environment; the one used longest ago stops when there are too many."""
+    """Running servers by their flags and environment; if there are too many, the one used longest ago stops."""
 
     def __init__(self, model: Path, logs: Path) -> None:
         self.model, self.logs = model, logs
@@ -83,15 +84,15 @@ class Servers:
         alone: bool = False,
         model: Path | None = None,
     ) -> Server:
-        """A server with these flags, ready; its pools are checked as ``STRICT`` says.
+        """Returns a ready server with these flags; SGLang checks its pools as ``STRICT`` says.
 
-        It may be stopped by the second call after this one that asks for other flags.
+        The server may stop at the second later call that asks for other flags.
 
         Args:
-            env: variables; they may undo those of ``STRICT``.
-            fresh: one that served nobody before.
+            env: variables of the server; they may undo those of ``STRICT``.
+            fresh: start a server that has served nobody before.
             alone: stop all others first, for a server of several workers.
-            model: another one than most tests', of a class in ``MODEL_MODULES``.
+            model: a model other than most tests', with a class in ``MODEL_MODULES``.
         """
         model = model or self.model
         env = variables(env)
@@ -107,7 +108,7 @@ class Servers:
                 self._running.pop(next(iter(self._running))).stop(grace=0)
             log = self.logs / f"server-{len(list(self.logs.iterdir()))}" / "server.log"
             if ON_GPU:
-                # Plain BF16 attends with Triton kernels too, so that differences are the cache's.
+                # Plain BF16 attends with Triton kernels too, so that differences come from the cache.
                 backend = () if "--kv-quant" in flags else ("--attention-backend", "triton")
                 flags = (*GPU_FLAGS, *backend, *flags)
             server = self.forked(Server(model, *flags, cpu=not ON_GPU, env=env, log_path=log))
@@ -116,7 +117,7 @@ class Servers:
         return server
 
     def forked(self, server: Server) -> Server:
-        """The server, whose process will come from one that has imported SGLang, if its variables allow."""
+        """Returns the server; it will fork from a process that has imported SGLang, if its variables allow that."""
         if not ON_GPU:
             self._preloaded = self._preloaded or Preloaded(server)
             if self._preloaded.can_fork(server):
@@ -125,7 +126,7 @@ class Servers:
 
     @cached_property
     def shallow(self) -> Path:
-        """The model's first layers, for tests of how a server behaves: on a CPU, decoding takes a fifth as long."""
+        """The model's first layers, for tests of a server's behavior: on a CPU, decoding takes a fifth of the time."""
         return self.model if ON_GPU else shallow.cut(self.model, self.logs.with_name("shallow"))
 
     def stop(self) -> None:
@@ -146,7 +147,7 @@ def lacks(module: str, packages: str) -> str | None:
 
 @pytest.fixture(scope="session")
 def servers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
-    """``servers("--kv-quant", "oscar")`` is a running server with those flags."""
+    """``servers("--kv-quant", "oscar")`` returns a running server with those flags."""
     running = Servers(model, tmp_path_factory.mktemp("servers"))
     yield running
     running.stop()
@@ -154,7 +155,7 @@ def servers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
 
 @pytest.fixture(scope="session")
 def faulty(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, str]]:
-    """``faulty(*names)``: variables of a server that loads ``server_faults.py`` as a plugin, with these faults."""
+    """``faulty(*names)`` returns variables that make a server load ``server_faults.py`` with these faults."""
     folder = tmp_path_factory.mktemp("plugin")
     shutil.copy(Path(__file__).parent / "server_faults.py", folder)
     info = folder / "server_faults-0.0.dist-info"
@@ -167,7 +168,7 @@ def faulty(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, 
 
 @pytest.fixture(scope="session")
 def plugins(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, str]]:
-    """``plugins(*names)``: variables with which a server loads these files of this folder, by their ``install``."""
+    """``plugins(*names)`` returns variables that make a server load these files of this folder as plugins."""
 
     def install(*names: str) -> dict[str, str]:
         folder = tmp_path_factory.mktemp("plugins")
@@ -185,13 +186,13 @@ def plugins(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str,
 
 @pytest.fixture(scope="session")
 def plugin(plugins: Callable[..., dict[str, str]]) -> dict[str, str]:
-    """Variables with which a server loads ``linear_attention_on_cpu.py``."""
+    """Returns variables with which a server loads ``linear_attention_on_cpu.py``."""
     return {} if ON_GPU else plugins("linear_attention_on_cpu")
 
 
 @pytest.fixture
 def refused(servers: Servers, tmp_path: Path) -> Callable[..., str]:
-    """``refused(*flags)``: starts a server that must refuse to, and gives its log."""
+    """``refused(*flags)`` starts a server that must refuse to start, and returns its log."""
 
     def start(*flags: str, env: dict[str, str] | None = None) -> str:
         log = tmp_path / "server.log"

@@ -1,6 +1,6 @@
-"""An SGLang plugin of the tests: attention of draft models on SGLang's CPU engine.
+"""An SGLang plugin for tests: attention of draft models on SGLang's CPU engine.
 
-SGLang has it for machines with AMX only; here it is that of its plain backend, for chains of drafts.
+SGLang has such attention only for machines with AMX; here its plain backend takes over, for chains of drafts.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def _plain(runner):
 
 
 def _steps(runner, steps: int):
-    """What SGLang calls for each draft: one backend a step, which sees the drafts of the steps before it."""
+    """Returns what SGLang calls for each draft: one backend per step, which sees the drafts of earlier steps."""
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
     class Step(TorchNativeAttnBackend):
@@ -43,6 +43,6 @@ def _steps(runner, steps: int):
             self.attn_backends = [Step(step) for step in range(steps - 1)]
 
         def init_forward_metadata(self, forward_batch) -> None:
-            """Nothing is prepared."""
+            """Prepares nothing."""
 
     return Steps()

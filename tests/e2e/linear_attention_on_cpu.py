@@ -1,8 +1,8 @@
-"""An SGLang plugin of the tests: Qwen3-Next's linear attention on SGLang's CPU engine, without its compiled kernels.
+"""An SGLang plugin for tests: Qwen3-Next's linear attention on SGLang's CPU engine, without its compiled kernels.
 
-SGLang calls operators of ``sgl_kernel`` for a gated delta rule, and Triton kernels around it; here they are in torch,
-as https://arxiv.org/abs/2412.06464 defines the rule. It refuses prefix caching of recurrent states on a
-CPU, since its own operators give no state inside a prompt; these do.
+SGLang calls operators of ``sgl_kernel`` for a gated delta rule, and Triton kernels around it. Here they are in torch,
+as https://arxiv.org/abs/2412.06464 defines the rule. SGLang refuses prefix caching of recurrent states on a CPU,
+because its own operators return no state inside a prompt; these do.
 
 States are float ``[heads, value_dim, key_dim]``, convolution states ``[channels, kernel - 1]``.
 """
@@ -16,7 +16,7 @@ import sys
 import torch
 import torch.nn.functional as F
 
-#: Tokens between the states that a prefill gives.
+#: Tokens between the states that a prefill returns.
 CHUNK = 64
 
 
@@ -33,11 +33,11 @@ def install() -> None:
     _replace(scatter, "track_mamba_states_all_layers", _keep_states_of_all_layers)
     for name in ("fused_mamba_state_scatter_with_mask", "fused_conv_window_scatter_with_mask"):
         _replace(scatter, name, _take_accepted)
-    scatter._conv_multi_eligible = lambda pairs: False  # 0.5.23 has a kernel for several at once
+    scatter._conv_multi_eligible = lambda pairs: False  # 0.5.23 has a kernel for several states at once
     norm = importlib.import_module("sglang.kernels.ops.attention.fla.fused_norm_gate")
     norm.FusedRMSNormGated.forward = _norm_gated
     for name in ("sglang.kernels.ops.elementwise.elementwise", "sglang.kernels.ops.layernorm.elementwise"):
-        with contextlib.suppress(ModuleNotFoundError):  # one is of 0.5.23, one of 0.5.16
+        with contextlib.suppress(ModuleNotFoundError):  # 0.5.23 has one, 0.5.16 the other
             _replace(importlib.import_module(name), "fused_gate_sigmoid_mul_add", _add_gated)
     from sglang.srt.server_args import ServerArgs
 
@@ -49,7 +49,7 @@ def install() -> None:
 
 
 def _replace(module, name: str, function) -> None:
-    """Replaces a module's function, also where others have imported it: ``preloaded.py`` imports models first."""
+    """Replaces a module's function, also in modules that imported it before, as those of ``preloaded.py``."""
     found = getattr(module, name, None)
     for other in list(sys.modules.values()):
         if found is not None and getattr(other, "__dict__", {}).get(name) is found:
@@ -58,7 +58,7 @@ def _replace(module, name: str, function) -> None:
 
 
 def _unpinned(make):
-    """``make`` on a machine that has nothing to pin memory for."""
+    """Returns ``make`` without pinned memory, which this machine has no use for."""
 
     def plain(*words, pin_memory=False, **more):
         return make(*words, **more)
@@ -67,7 +67,7 @@ def _unpinned(make):
 
 
 def _here(make):
-    """``make`` where SGLang asks for ``cuda`` whatever the device: 0.5.16, for the states of drafts."""
+    """Returns ``make`` without ``cuda``, which 0.5.16 asks for on any device, for the states of drafts."""
 
     def made(*words, device=None, **more):
         return make(*words, device=None if device == "cuda" else device, **more)
@@ -81,13 +81,13 @@ def _norm_gated(self, x, g, **_):
 
 
 def _add_gated(hidden_states, gate_weight, shared_output, final_hidden_states):
-    """The shared expert's part of a mixture."""
+    """Adds the shared expert's part of a mixture."""
     gate = (hidden_states.float() @ gate_weight.float()).sigmoid()[:, None]
     final_hidden_states += (gate * shared_output.float()).to(final_hidden_states.dtype)
 
 
 def _keep_states(conv_states, ssm_states, cache_indices, mask, kept_indices, batch_size, **_):
-    """Copies the states of requests that ``mask`` names to where the prefix cache will take them from."""
+    """Copies the states of the requests in ``mask`` to places from which the prefix cache will take them."""
     chosen = mask[:batch_size].bool()
     source, target = cache_indices[:batch_size][chosen].long(), kept_indices[:batch_size][chosen].long()
     conv_states[target], ssm_states[target] = conv_states[source], ssm_states[source]
@@ -99,7 +99,7 @@ def _keep_states_of_all_layers(conv_pool, ssm_pool, *words, **_):
 
 
 def _take_accepted(states, of_drafts, slots, accepted, rows=None):
-    """Copies each request's state after its draft ``accepted`` to its slot; none where that is negative.
+    """Copies each request's state after its draft ``accepted`` to its slot, unless ``accepted`` is negative.
 
     states ``[layers, slots, ...]``, of_drafts ``[layers, requests, drafts, ...]``.
     """
@@ -109,7 +109,7 @@ def _take_accepted(states, of_drafts, slots, accepted, rows=None):
 
 
 def fused_gdn_gating_cpu(a_log, a, b, dt_bias):
-    """Log decay and learning rate of each token and head, ``[1, tokens, heads]``."""
+    """Returns log decay and learning rate of each token and head, ``[1, tokens, heads]``."""
     decay = -a_log.float().exp() * F.softplus(a.float() + dt_bias.float())
     return decay[None], b.float().sigmoid()[None]
 
@@ -117,7 +117,7 @@ def fused_gdn_gating_cpu(a_log, a, b, dt_bias):
 def causal_conv1d_fn_cpu(
     x, weight, bias, activation, conv_states, has_initial_state, cache_indices, query_start_loc, **_
 ):
-    """x ``[channels, tokens]`` of several requests, one behind the other."""
+    """Convolves x ``[channels, tokens]``, the tokens of several requests one after another."""
     out, width = torch.empty_like(x), weight.shape[1] - 1
     for n, slot in enumerate(cache_indices.tolist()):
         span = slice(int(query_start_loc[n]), int(query_start_loc[n + 1]))
@@ -142,10 +142,11 @@ def causal_conv1d_update_cpu(
     retrieve_parent_token=None,
     **_,
 ):
-    """x ``[requests, channels]``, one token of each; or their drafts ``[requests, channels, drafts]``, which leave the
-    states as they are: what each would make of them goes to ``intermediate_conv_window``, ``[rows, drafts, ...]``.
+    """Convolves one token of each request, x ``[requests, channels]``, or drafts ``[requests, channels, drafts]``.
 
-    Drafts are a chain, or a tree: of each its first child and its next sibling, -1 for none. Its parent is said back.
+    Drafts leave the states as they are: the state after each draft goes to ``intermediate_conv_window``, ``[rows,
+    drafts, ...]``. Drafts are a chain or a tree. A tree gives each draft's first child and next sibling, -1 for none;
+    its parent is written to ``retrieve_parent_token``.
     """
     slots, width = conv_state_indices.long(), weight.shape[1] - 1
     state, drafts = conv_states[slots].to(x.dtype), x.view(*x.shape[:2], -1)
@@ -153,7 +154,7 @@ def causal_conv1d_update_cpu(
         whole = torch.cat([state, drafts], dim=2)
         conv_states[slots] = whole[:, :, 1:].to(conv_states.dtype)
         return torch.stack([_convolved(one, weight, bias) for one in whole]).view(x.shape)
-    out = torch.empty_like(x)  # SGLang relies on its strides
+    out = torch.empty_like(x)  # keeps the strides of x, on which SGLang relies
     for n, row in enumerate(intermediate_state_indices.tolist()):
         parents = list(range(-1, drafts.shape[2] - 1))
         if retrieve_next_token is not None:
@@ -169,7 +170,7 @@ def causal_conv1d_update_cpu(
 
 
 def _parents(children: list[int], siblings: list[int]) -> list[int]:
-    """Of each draft the one before it, -1 of the first; drafts that no other leads to follow the first too."""
+    """Returns each draft's parent, -1 for the first; drafts that are nobody's child follow the first too."""
     parents = [-1] + [0] * (len(children) - 1)
     for parent, child in enumerate(children):
         while child >= 0:
@@ -184,7 +185,7 @@ def _convolved(x, weight, bias):
 
 
 def chunk_gated_delta_rule_cpu(q, k, v, g, beta, initial_state, cu_seqlens, initial_state_indices, **_):
-    """A prefill: output ``[1, tokens, heads, value_dim]``, None, and the states before each chunk of each request."""
+    """Computes a prefill: output ``[1, tokens, heads, value_dim]``, None, and the states before all chunks."""
     out, states = torch.empty_like(v), []
     for n, slot in enumerate(initial_state_indices.tolist()):
         span = slice(int(cu_seqlens[n]), int(cu_seqlens[n + 1]))
@@ -211,8 +212,11 @@ def fused_sigmoid_gating_delta_rule_update_cpu(
     retrieve_parent_token=None,
     **_,
 ):
-    """One token of each request; or their drafts, which leave the states as they are: those after each draft go to
-    ``intermediate_states_buffer``, ``[rows, drafts, ...]``. Each goes on from its parent's, or the one before it."""
+    """Computes one token of each request, or their drafts.
+
+    Drafts leave the states as they are: the state after each draft goes to ``intermediate_states_buffer``, ``[rows,
+    drafts, ...]``. A draft continues its parent's state, or without a tree that of the draft before it.
+    """
     decay, beta = fused_gdn_gating_cpu(A_log, a.view(-1, A_log.shape[0]), b.view(-1, A_log.shape[0]), dt_bias)
     q, k, v = (x.reshape(-1, *x.shape[-2:]) for x in (q, k, v))
     out, starts = torch.empty_like(v), cu_seqlens.tolist()
@@ -232,9 +236,10 @@ def fused_sigmoid_gating_delta_rule_update_cpu(
 
 
 def _delta_rule(q, k, v, decay, beta, state):
-    """One request's tokens: output, the state after them, and the states before each chunk.
+    """Computes one request's tokens: output, the state after them, and the states before each chunk.
 
-    A chunk at a time: what its tokens write to the state depends on what earlier ones of it wrote, a triangular system.
+    A chunk's tokens are computed together: what each writes to the state depends on what earlier ones wrote, which is a
+    triangular system.
     """
     group = v.shape[1] // k.shape[1]
     q, k = (F.normalize(x.float(), dim=-1, eps=1e-6).repeat_interleave(group, 1).transpose(0, 1) for x in (q, k))
@@ -245,7 +250,7 @@ def _delta_rule(q, k, v, decay, beta, state):
         span = slice(start, start + CHUNK)
         before.append(state.mT.clone())
         qs, ks, vs, bs, since = q[:, span], k[:, span], v[:, span], beta[:, span], decay[:, span].cumsum(1)
-        between = (since[:, :, None] - since[:, None, :]).tril().exp().tril()  # what is left at i of what j wrote
+        between = (since[:, :, None] - since[:, None, :]).tril().exp().tril()  # how much is left at i of what j wrote
         system = torch.eye(ks.shape[1]) + (bs * ks @ ks.mT * between).tril(-1)
         wanted = bs * (vs - (ks * since.exp()[..., None]) @ state)
         written = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)

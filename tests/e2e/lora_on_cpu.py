@@ -1,5 +1,8 @@
-"""An SGLang plugin of the tests: adapters on SGLang's CPU engine. Its ``torch_native`` LoRA backend is plain torch, but
-keeps its indices in pinned memory, which torch has beside an accelerator only."""
+"""An SGLang plugin for tests: adapters on SGLang's CPU engine.
+
+SGLang's ``torch_native`` LoRA backend is plain torch, but keeps its indices in pinned memory, which torch offers only
+if there is an accelerator.
+"""
 
 from __future__ import annotations
 

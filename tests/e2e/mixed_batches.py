@@ -1,4 +1,4 @@
-"""An SGLang plugin of the tests: tells in the log which prefill batches had decoding requests."""
+"""An SGLang plugin for tests: logs each prefill batch that has decoding requests."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Starts servers by forking a process that has imported SGLang, which saves each three imports of several seconds.
 
-The server's own processes fork too, where SGLang would spawn them. Plugins on a PYTHONPATH are each server's own.
-``test_newcomer.py`` starts its servers as users do.
+The server's own processes are forked too, where SGLang would spawn them. Each server loads the plugins on its own
+PYTHONPATH. ``test_newcomer.py`` starts its servers as users do.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from pathlib import Path
 from launch.server import Server
 from tests.e2e import products
 
-#: Seconds until a preloaded process answers; it imports SGLang first.
+#: Seconds until a preloading process must answer; it imports SGLang first.
 PRELOAD = 300
 
 
-#: Variables that SGLang reads when it uses them, and not when it is imported.
+#: Variables that SGLang reads when it uses them, not when it is imported.
 READ_LATE = (
     *("SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY", "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE"),
     *("SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN", "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"),
     "SGLANG_CPU_OMP_THREADS_BIND",
 )
-#: Variables that SGLang's scheduler reads when it is imported, as constants that a forked server sets again.
+#: Variables that SGLang's scheduler turns into constants when it is imported; a forked server sets these again.
 CONSTANTS = ("SGLANG_TEST_RETRACT", "SGLANG_TEST_RETRACT_INTERVAL")
-#: SGLang's modules of the models that servers in tests load.
+#: SGLang's model modules that servers in tests load.
 MODEL_MODULES = ("llama", "llama_eagle", "qwen3_next")
 
 
 @cache
 def other_models() -> str:
-    """SGLang's model modules but ``MODEL_MODULES``: importing them all is a tenth of a server's start."""
+    """Returns SGLang's model modules except ``MODEL_MODULES``: importing them all takes a tenth of a server's start."""
     spec = find_spec("sglang.srt.models")
     assert spec and spec.submodule_search_locations
     found = {path.stem for path in Path(spec.submodule_search_locations[0]).glob("*.py")}
@@ -46,7 +46,7 @@ def other_models() -> str:
 
 
 class Forked:
-    """A server's process, with what is used of ``subprocess.Popen``: the preloading process is its parent and waits."""
+    """A server's process with the used part of ``subprocess.Popen``; the preloading process is its parent and waits."""
 
     def __init__(self, parent: socket.socket, words: list[str], env: dict[str, str], log: Path) -> None:
         self.channel, theirs = socket.socketpair()
@@ -62,10 +62,10 @@ class Forked:
         return found[0]
 
     def wait(self, timeout: float | None = None) -> int:
-        """Its exit status, negative for a signal's.
+        """Waits for the process and returns its exit status, negative for a signal's.
 
         Raises:
-            subprocess.TimeoutExpired: it runs on after that many seconds.
+            subprocess.TimeoutExpired: it still runs after that many seconds.
         """
         if self.returncode is None:
             self.channel.settimeout(timeout)
@@ -87,7 +87,7 @@ class Forked:
 
 
 class Preloaded:
-    """A process that has imported SGLang under a server's variables, and forks servers."""
+    """A process that has imported SGLang with a server's variables, and forks servers."""
 
     def __init__(self, server: Server) -> None:
         self.variables, self.kernels = _sglangs(server), _kernels(server)
@@ -103,11 +103,11 @@ class Preloaded:
         self.channel.settimeout(None)
 
     def can_fork(self, server: Server) -> bool:
-        """Returns True if the server's variables for SGLang, and its kernels, are those with which it was imported."""
+        """Returns True if SGLang was imported with this server's variables and stand-in for kernels."""
         return (_sglangs(server), _kernels(server)) == (self.variables, self.kernels)
 
     def fork(self, server: Server) -> Forked:
-        """The server's process; its folder is that of its log."""
+        """Forks the server's process, in the folder of its log."""
         words = server.command[server.command.index("-m") + 1 :]
         return Forked(self.channel, words, server.env, server.log_path)
 
@@ -117,26 +117,26 @@ class Preloaded:
 
 
 def _sglangs(server: Server) -> dict[str, str]:
-    """Variables of which SGLang may read some while it is imported."""
+    """Returns the variables for SGLang, some of which it may read while it is imported."""
     found = {name: value for name, value in server.env.items() if name.startswith("SGLANG_")}
     return {name: value for name, value in found.items() if name not in READ_LATE + CONSTANTS}
 
 
 def _kernels(server: Server) -> str | None:
-    """The first folder of the server's PYTHONPATH with a stand-in for SGLang's kernels."""
+    """Returns the first folder of the server's PYTHONPATH with a stand-in for SGLang's kernels."""
     folders = server.env.get("PYTHONPATH", "").split(os.pathsep)
     return next((folder for folder in folders if folder and Path(folder, "sgl_kernel").exists()), None)
 
 
 def _serve(request: dict) -> None:
-    """Becomes the server: a session of its own, its own log, SGLang's ``__main__``."""
+    """Becomes the server, with its own session and log, and runs SGLang's ``__main__``."""
     import ctypes
     import runpy
 
     from sglang.srt import environ
     from sglang.srt.managers import scheduler
 
-    ctypes.CDLL(None).prctl(1, 9)  # dies with the preloading process
+    ctypes.CDLL(None).prctl(1, 9)  # the server dies with the preloading process
     os.setsid()
     log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     null = os.open(os.devnull, os.O_RDONLY)
@@ -155,7 +155,7 @@ def _serve(request: dict) -> None:
 
 
 def _keep_tokenizer(model: str) -> None:
-    """Loads a model's tokenizer once for all servers: each loads it four times, which is half of its start."""
+    """Loads a model's tokenizer once for all servers: each would load it four times, which is half of its start."""
     from sglang.srt.managers import scheduler
 
     load = scheduler.get_tokenizer
@@ -172,7 +172,7 @@ def _keep_tokenizer(model: str) -> None:
 
 
 def _main(channel: socket.socket, model: str) -> None:
-    """Forks servers until the other end closes, and tells each one's channel its pid and its end."""
+    """Forks servers until the channel closes; reports each server's pid and exit status to its own channel."""
     import importlib
     import multiprocessing.context
     import multiprocessing.popen_fork
@@ -181,7 +181,7 @@ def _main(channel: socket.socket, model: str) -> None:
 
     import setproctitle
 
-    setproctitle.setproctitle("tests.e2e.preloaded")  # it cannot find its place once a child has other variables
+    setproctitle.setproctitle("tests.e2e.preloaded")  # works only before a child has other variables
     names = ("entrypoints.http_server", "managers.scheduler", "managers.detokenizer_manager")
     for name in (*names, *(f"models.{model}" for model in MODEL_MODULES)):
         importlib.import_module(f"sglang.srt.{name}")

@@ -1,4 +1,4 @@
-"""Products of BF16 matrices on CPUs without instructions for them: in FP32, which is faster there, and rounded once."""
+"""Products of BF16 matrices in FP32, rounded once, which is faster on CPUs without BF16 instructions."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Callable
 
 import torch
 
-#: Rows from which converting a matrix takes less time than is won.
+#: Number of rows from which conversion to FP32 costs less time than it saves.
 LEAST_ROWS = 3
 
 
 def in_fp32(product: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """The same product, in FP32 if it is of BF16 matrices with several rows."""
+    """Returns ``product``, computed in FP32 for BF16 matrices with several rows."""
 
     @functools.wraps(product)
     def run(a: torch.Tensor, b: torch.Tensor, *more: torch.Tensor | None, **options: object) -> torch.Tensor:

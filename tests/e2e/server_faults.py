@@ -1,15 +1,15 @@
-"""An SGLang plugin of the tests, loaded by servers that ``faulty`` of conftest.py starts: it changes the server itself.
+"""An SGLang plugin for tests that changes the server itself; the fixture ``faulty`` in conftest.py installs it.
 
-Names in the variable ``KVQ_TEST_FAULTS``, separated by commas, say what it does in the scheduler's process:
+The variable ``KVQ_TEST_FAULTS`` lists changes to the scheduler's process, separated by commas:
 
 - ``canary_on_cpu``: SGLang's KV canary runs its own torch references, without streams, events and pinned memory.
 - ``lost_page``: the allocator forgets one page that comes back.
 - ``lost_bf16_page``: the tiers are not told of one page that comes back.
-- ``counted_error``: a plan of decode steps counts an error, once, after a long prompt.
-- ``page_given_twice``: the allocator hands a page out again that a request or the tree still holds.
-- ``scored_requests``: of requests ``scored-PAST-LENGTH`` the first tokens are scored; once all of one has run, its
-  scores are written to ``scored-PAST-LENGTH.pt`` in the folder ``KVQ_TEST_SCORES``, before the next prefill.
-- ``folds``: no fault: requests may end as folds, and keep what their ids say (``chosen_tokens``).
+- ``counted_error``: a plan of decode steps counts one error, after a long prompt.
+- ``page_given_twice``: the allocator hands out a page that a request or the tree still holds.
+- ``scored_requests``: the first PAST tokens of a request named ``scored-PAST-LENGTH`` are scored. After its last
+  token, before the next prefill, the scores go to ``scored-PAST-LENGTH.pt`` in the folder ``KVQ_TEST_SCORES``.
+- ``folds``: no fault; requests may end as folds that keep the tokens named by their ids (``chosen_tokens``).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def canary_on_cpu() -> None:
     from sglang.srt.kv_canary.runner import canary_manager, future_tensor
 
     class Now:
-        """A tensor, or a dict with tensors, copied at once."""
+        """A tensor, or a dict with tensors, copied immediately."""
 
         @classmethod
         def device_to_host(cls, values, *, d2h_stream):
@@ -62,7 +62,7 @@ def _without(function, keyword: str):
 
 
 def _canary_of_0_5_16() -> None:
-    """Releases before 0.5.19 have the references, but call their CUDA kernels on every device."""
+    """Calls the torch references in releases before 0.5.19, which would call their CUDA kernels on every device."""
     try:
         from sglang.jit_kernel.kv_canary import plan_ref, verify_ref, write_ref
     except ImportError:
@@ -110,7 +110,7 @@ def counted_error() -> None:
 
 
 def page_given_twice() -> None:
-    """The second page of the first long prompt is handed out again, to the next, whatever holds it meanwhile."""
+    """Makes the allocator hand out the first long prompt's second page again, although it may still be held."""
     first = []
 
     def alloc_extend(original, self, *args, **kwargs):
@@ -168,7 +168,7 @@ def folds() -> None:
 
 
 def chosen_tokens(rid: str, layers: int, kv_heads: int) -> torch.Tensor:
-    """Of ``fold-LENGTH-KEPT-PINNED-SEED``: each head has the first PINNED of LENGTH tokens, then others."""
+    """Returns tokens by ``fold-LENGTH-KEPT-PINNED-SEED``: each head's first PINNED of LENGTH, then others."""
     length, kept, pinned, seed = map(int, rid.split("-")[1:])
     random = torch.rand(layers, kv_heads, length - pinned, generator=torch.Generator().manual_seed(seed))
     first = torch.arange(pinned).expand(layers, kv_heads, -1)
@@ -176,7 +176,7 @@ def chosen_tokens(rid: str, layers: int, kv_heads: int) -> torch.Tensor:
 
 
 def _is_long(out: torch.Tensor | None) -> bool:
-    """Whether a prompt was allocated that is none of SGLang's own at start."""
+    """Returns True for the allocation of a long prompt, unlike SGLang's own requests at start."""
     return out is not None and len(out) > 100
 
 
@@ -191,7 +191,7 @@ def _around_alloc_extend(handler) -> None:
 
 
 def _once(owner: type, method: str, replacement) -> None:
-    """``replacement(original, *args)`` takes the place of the first call after a long prompt that it takes."""
+    """Replaces, after a long prompt, the first call of a method for which ``replacement`` returns a result."""
     armed, original = [], getattr(owner, method)
 
     def arm(allocate, self, *args, **kwargs):

@@ -1,6 +1,6 @@
-"""A plugin for servers of these tests: HiCache on a small machine, and on one without a GPU.
+"""An SGLang plugin for tests: HiCache on a small machine, and on one without a GPU.
 
-SGLang leaves 10 GiB of host memory alone, which a small machine has not. It copies BF16 rows by kernels of GPUs.
+SGLang leaves 10 GiB of host memory alone, which a small machine does not have. It copies BF16 rows by GPU kernels.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def install() -> None:
 
 
 def _backup(self, device_pool, host_indices, device_indices, io_backend) -> None:
-    """Rows of tokens, page-first: ``[tokens, layers, heads, D]`` on the host."""
+    """Copies rows of tokens, page-first: ``[tokens, layers, heads, D]`` on the host."""
     for host, device in ((self.k_buffer, self.device_k_buffers), (self.v_buffer, self.device_v_buffers)):
         for layer, rows in enumerate(device):
             host[host_indices, layer] = rows[device_indices]

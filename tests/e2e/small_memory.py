@@ -1,4 +1,4 @@
-"""A plugin for servers of these tests: the cache has 40 MB, of which no flag says how they are divided."""
+"""An SGLang plugin for tests: the cache has 40 MB, and no flag says how to divide them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the server computes where it must equal plain BF16."""
+"""Results of the server that must equal plain BF16's."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from transformers import AutoTokenizer
 
 from tests.e2e.client import Client, held_out_text
 
-#: All that is asked is read in BF16.
+#: Every requested token is read in BF16.
 WIDE = ("--kv-quant", "int2", "--kv-quant-recent", "1024")
 
 
 def test_without_rotation_and_with_every_page_in_bf16_nothing_changes(servers, model):
-    """Log-probabilities are plain BF16's; on a GPU, as near as those of two of SGLang's own backends are."""
+    """Log-probabilities equal plain BF16's; on a GPU, they differ about as two of SGLang's own backends do."""
     ids = AutoTokenizer.from_pretrained(model)(held_out_text()).input_ids[:600]
 
     def logprobs(*flags: str) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""``--kv-canary`` with ``--kv-quant``: silent while all is well, and it finds what is wrong by token and position.
+"""``--kv-canary`` with ``--kv-quant`` is silent while all is well, and reports a fault's token and position.
 
 On a CPU the canary runs SGLang's own torch references of its kernels (``server_faults.py``); its buffers, plans,
 sweeps, perturbations and reports are those of a GPU.
@@ -22,12 +22,12 @@ FLAGS = ("--kv-quant", "hadamard", "--kv-quant-recent", "64", "--kv-canary", "ra
 
 @pytest.fixture
 def canary(servers, faulty):
-    """``canary(*faults, **variables)``: a server that the canary watches, SGLang's other checks off."""
+    """``canary(*faults, **variables)`` returns a server that only the canary checks."""
 
     def start(*faults: str, **variables: str):
         env = {
             **faulty(*faults, *(() if ON_GPU else ("canary_on_cpu",))),
-            # The canary's host has Triton kernels too: they note the phase of a forward pass and copy expected tokens.
+            # The canary's host part also has Triton kernels, which note a pass's phase and copy expected tokens.
             **({} if ON_GPU else {"TRITON_INTERPRET": "1"}),
             "SGLANG_KV_CANARY_ENABLE_VERIFY_TOKEN_ASSERT": "1",
             "SGLANG_KV_CANARY_STATS_PRINT_EVERY_N_STEPS": "10",
@@ -41,7 +41,7 @@ def canary(servers, faulty):
 
 
 def _stops(server, work) -> str:
-    """The log of a server that must end itself during ``work``, a callable that may fail."""
+    """Returns the log of a server that must end itself during ``work``, a callable that may fail."""
     with contextlib.suppress(requests.RequestException, AssertionError):
         work()
     deadline = time.time() + 300
@@ -58,7 +58,7 @@ def test_turns_prefixes_and_aborts_raise_nothing(canary):
     first = client.generate(base, 10)
     again = client.generate(base + first["output_ids"] + [5, 6, 7], 6)
     assert again["meta_info"]["cached_tokens"] >= 128
-    # Two cold requests of one batch with a prefix in common: one row is repointed to the other's pages.
+    # In a batch of two cold requests with a common prefix, one row is pointed to the other's pages.
     together([lambda n=n: client.generate(list(range(1000, 1000 + n)), 6) for n in (150, 300)])
     with requests.post(
         f"{client.url}/generate",
@@ -79,12 +79,12 @@ def test_turns_prefixes_and_aborts_raise_nothing(canary):
 
 
 def test_a_row_that_points_elsewhere_is_found(canary):
-    """SGLang's own perturbation: one entry of ``req_to_token`` is overwritten with another."""
+    """SGLang's own perturbation overwrites one entry of ``req_to_token`` with another."""
     server = canary(SGLANG_KV_CANARY_PERTURB_REQ_TO_TOKEN_PROB="1.0", SGLANG_KV_CANARY_PERTURB_WARMUP_STEPS="12")
     client = Client(server)
     log = _stops(server, lambda: client.generate(list(range(200, 400)), 40))
     assert "kv_canary perturb req_to_token: req_pool_idx=" in log
-    # In a decode graph SGLang gives its kernel no expected tokens: there history and position tell.
+    # In a decode graph SGLang gives its kernel no expected tokens; there history and position reveal the fault.
     for reason in ("verify_chain_hash", "verify_position", *(() if ON_GPU else ("verify_token",))):
         assert find_violation_in_log(log, launch_tag_patterns=("HEAD_K_FULL", "TAIL_K_FULL"), fail_reason=reason), (
             reason

@@ -1,4 +1,4 @@
-"""Calibration on a running engine sums what transformers gives for the same tokens, within BF16 rounding."""
+"""Calibration on a running engine and transformers sum the same moments for the same tokens, within BF16 rounding."""
 
 import json
 import os

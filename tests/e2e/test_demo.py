@@ -1,4 +1,4 @@
-"""The demo's program over servers that other tests have started; ``test_newcomer.py`` runs ``./demo`` itself."""
+"""The demo's program on servers that other tests have started; ``test_newcomer.py`` runs ``./demo`` itself."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.e2e.test_bf16 import WIDE
 
 
 class Running:
-    """In place of ``launch.server.Server``: a server that runs, and goes on to."""
+    """Stand-in for ``launch.server.Server``: a server that already runs and keeps running."""
 
     def __init__(self, server) -> None:
         self._server = server

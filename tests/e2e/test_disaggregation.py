@@ -1,4 +1,4 @@
-"""A prefill server and a decode server on one machine: Mooncake over TCP, or NIXL; pages quantized on the wire."""
+"""A prefill server and a decode server on one machine exchange quantized pages by Mooncake over TCP or by NIXL."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from tests.e2e.client import Client, together
 from tests.e2e.conftest import ON_GPU, lacks
 from tests.e2e.test_serving import CHAT, STRICT
 
-#: Of ``test_serving`` too, whose server gives the answers to compare with.
+#: Flags that ``test_serving`` has too: its server gives the answers to compare with.
 QUANT = ("--kv-quant", "hadamard", "--kv-quant-recent", "64")
-#: Both begin at a time when the other has taken memory.
+#: Each server starts while the other one holds memory.
 ROOM = ("--mem-fraction-static", "0.9", "--max-total-tokens", "4096")
-#: Windows that may be on their way: one for each running request (``launch.server.CPU_FLAGS``).
+#: Windows that may be in transfer: one for each running request (``launch.server.CPU_FLAGS``).
 WINDOWS = 8
 #: Steps after which the decode server retracts a request, if two run.
 RETRACTS = "5"
 RETRACTED = "#retracted_reqs: 1"
 #: Lengths of prompts and of their answers: with and without history; a page ends and another fills.
 LENGTHS = {40: 4, 128: 4, 310: 12, 700: 8}
-#: More than twice BF16's rounding of these log-probabilities, less than another page's.
+#: More than twice BF16's rounding of these log-probabilities, less than the effect of a wrong page.
 NOISE = 0.3
 
 
-#: Each transfer engine's module and packages; Mooncake needs RDMA libraries of the distribution even for TCP.
+#: Each transfer engine's module and packages; Mooncake needs the distribution's RDMA libraries even for TCP.
 ENGINES = {
     "mooncake_tcp": (
         "mooncake.engine",
@@ -45,7 +45,7 @@ ENGINES = {
 
 
 def why_not(backend: str) -> str | None:
-    """Returns what is missing for a transfer back end."""
+    """Returns the reason why a transfer back end cannot run; None if it can."""
     if not compat.applies(hooks.TRANSFERS, compat.sglang_version()):
         return "this SGLang release sends plain pages only"
     return lacks(*ENGINES[backend])
@@ -67,7 +67,7 @@ pytestmark = pytest.mark.skipif(ON_GPU, reason="the servers of this test run on 
 class Pair:
     prefill: Server
     decode: Server
-    port: int  # of the prefill server's bootstrap
+    port: int  # port of the prefill server's bootstrap
 
     def post(self, server: Server, ids: list[int], tokens: int, room: int, **more) -> requests.Response:
         sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
@@ -76,9 +76,9 @@ class Pair:
         return requests.post(f"{server.url}/generate", json=body, timeout=600)
 
     def answer(self, ids: list[int], tokens: int) -> list[tuple[float, int]]:
-        """Log-probability and token, of each that the decode server gives; both servers get the request.
+        """Sends the request to both servers; returns log-probability and token, for each that the decode server gives.
 
-        A prompt that ``expected`` has must be computed from its beginning: a cached prefix is read from records.
+        A prompt in ``expected`` must be computed from its beginning, because a cached prefix is read from records.
         """
         room = random.getrandbits(30)
         _, response = together([lambda s=s: self.post(s, ids, tokens, room) for s in (self.prefill, self.decode)])
@@ -100,7 +100,7 @@ def backend(request) -> str:
 
 @pytest.fixture(scope="module")
 def expected(servers) -> dict[int, list[tuple[float, int]]]:
-    """What one server answers."""
+    """Returns the answers of a single server."""
     client = Client(servers(*CHAT, env=STRICT))
     answers = {n: client.generate(prompt(n), tokens, return_logprob=True) for n, tokens in LENGTHS.items()}
     return {n: [(x[0], x[1]) for x in a["meta_info"]["output_token_logprobs"]] for n, a in answers.items()}
@@ -108,7 +108,7 @@ def expected(servers) -> dict[int, list[tuple[float, int]]]:
 
 @pytest.fixture(scope="module")
 def pair(backend, servers, expected, plugins) -> Pair:
-    """Both servers; ``expected`` comes first, for two are kept at a time."""
+    """Returns both servers. ``expected`` must come first, because only two servers are kept at a time."""
     port, env = free_port(), {**STRICT, **plugins("transfers_on_cpu")}
     common = (*QUANT, *ROOM, "--disaggregation-transfer-backend", backend, "--disaggregation-mode")
     prefill = servers(*common, "prefill", "--disaggregation-bootstrap-port", str(port), env=env)
@@ -118,7 +118,7 @@ def pair(backend, servers, expected, plugins) -> Pair:
 
 
 def assert_same(found: list[tuple[float, int]], wanted: list[tuple[float, int]]) -> None:
-    """Equal greedy tokens; after a near tie everything may differ."""
+    """Asserts equal greedy tokens up to the first near tie, after which everything may differ."""
     for at, ((logprob, token), (other, right)) in enumerate(zip(found, wanted, strict=True)):
         if token != right:
             assert at > 0 and abs(logprob - other) < NOISE, f"token {at}: {token} at {logprob}, {right} at {other}"
@@ -127,7 +127,7 @@ def assert_same(found: list[tuple[float, int]], wanted: list[tuple[float, int]])
 
 
 def test_more_requests_of_one_token_than_windows_on_their_way(pair):
-    """They end without a decode step, after which windows' room is given back."""
+    """Requests of one token end without the decode step after which a window's room is given back."""
     found = together([lambda n=n: pair.answer(prompt(130 + n), 1) for n in range(WINDOWS + 4)])
     assert all(len(answer) == 1 for answer in found)
     assert pair.decode.kv_quant()["errors"] == 0
@@ -141,7 +141,7 @@ def test_answers_are_those_of_one_server(pair, expected):
 
 
 def test_a_cached_prefix_is_not_sent_again(pair, expected):
-    """The decode server has the pages of the last answer to this prompt in its tree, and answers the same."""
+    """The decode server has the last answer's pages for this prompt in its tree, and answers the same."""
     pair.prefill.drain()
     assert_same(pair.answer(prompt(700), LENGTHS[700]), expected[700])
 
@@ -157,7 +157,7 @@ def test_requests_are_retracted_and_go_on_where_they_were(pair, expected):
 
 
 def test_requests_that_wait_for_their_cache_can_be_aborted(pair, expected):
-    """More than there are entries; the prefill server never hears of them."""
+    """The aborts outnumber the entries for windows, and the prefill server never hears of these requests."""
     for room in range(10):
         rid = f"waiting-{room}"
         waiting = threading.Thread(target=pair.post, args=(pair.decode, prompt(200), 4, room), kwargs={"rid": rid})
@@ -171,7 +171,7 @@ def test_requests_that_wait_for_their_cache_can_be_aborted(pair, expected):
 
 
 def test_a_server_with_another_cache_is_refused(pair, expected):
-    """A bootstrap server that says what this prefill server says, but for the method."""
+    """A bootstrap server that copies this prefill server's answer, except for the method, is refused."""
     where = "/route?prefill_dp_rank=-1&prefill_cp_rank=-1&target_tp_rank=-1&target_pp_rank=-1"
     route = requests.get(f"http://127.0.0.1:{pair.port}{where}", timeout=300).json()
     name = route["kv_cache_dtype"]
@@ -199,10 +199,10 @@ def test_a_server_with_another_cache_is_refused(pair, expected):
 
 
 def test_both_caches_are_empty_in_the_end(pair):
-    """Idle, flushed and checked: a leak ends a server."""
+    """Both servers are idle, flushed and checked; a leak would end a server."""
     for server in (pair.prefill, pair.decode):
         server.drain(120)
-    assert len(pair.answer(prompt(3), 2)) == 2  # the next plan applies what was recorded
+    assert len(pair.answer(prompt(3), 2)) == 2  # the next plan applies the recorded events
     for server in (pair.prefill, pair.decode):
         server.drain(120)
         time.sleep(1)  # SGLang's idle check runs, and ours

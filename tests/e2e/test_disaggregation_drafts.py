@@ -1,4 +1,4 @@
-"""Drafts between a prefill and a decode server: the answers, and the rounds, of one server that drafts."""
+"""A prefill server and a decode server with drafts answer as one server that drafts, in as many rounds."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LENGTHS = {40: 12, 128: 16, 310: 24, 700: 40}
 
 @dataclass
 class Drafting:
-    """A pair that drafts, and what one server said: tokens and ``meta_info`` by length of the prompt."""
+    """A pair of servers that drafts, and a single server's tokens and ``meta_info``, by length of the prompt."""
 
     way: str
     pair: Pair
@@ -41,9 +41,9 @@ class Drafting:
 
 
 def write_eagle(model: Path, folder: Path) -> Path:
-    """Writes a head for EAGLE that guesses what the model has just said: it gives the model's hidden states back.
+    """Writes an EAGLE head that returns the model's hidden states, and so guesses the model's last token again.
 
-    So its guesses are right while the model repeats itself, and if its hidden states arrive.
+    Its guesses are right while the model repeats itself, provided that the hidden states arrive.
     """
     config = json.loads((model / "config.json").read_text())
     hidden, inner = config["hidden_size"], config["intermediate_size"]
@@ -63,7 +63,7 @@ def write_eagle(model: Path, folder: Path) -> Path:
 
 
 def prompt(way: str, length: int) -> list[int]:
-    """A token that the model answers with itself, so that drafts are accepted."""
+    """Returns a prompt that makes the model repeat itself, so that drafts are accepted."""
     return [28] * length if way == "EAGLE" else repetitive(length, length)
 
 
@@ -76,19 +76,19 @@ def flags_of(way: str, model: Path, folder: Path) -> tuple[str, ...]:
 
 @pytest.fixture(scope="module", params=["STANDALONE", "NGRAM", "EAGLE"])
 def drafting(request, servers, plugins, tmp_path_factory) -> Drafting:
-    """One server answers; then both start, and it stops."""
+    """Starts one server for the expected answers, then the pair, for which the first one stops."""
     engine = any_engine()
     way, port, model = request.param, free_port(), servers.shallow
     drafts = flags_of(way, model, tmp_path_factory.mktemp("draft"))
     env = {**STRICT, **plugins("transfers_on_cpu", "drafting_on_cpu")}
-    # N-grams are compiled by another compiler than torch finds; a draft's small functions need none.
+    # N-grams need a compiler other than the one that torch finds; a draft's small functions need none.
     env |= ngrams.on_cpu(env["PYTHONPATH"]) if way == "NGRAM" else {"TORCHDYNAMO_DISABLE": "1"}
     env["PYTHONPATH"] = ngrams.on_cpu(env["PYTHONPATH"])["PYTHONPATH"]
 
     client = Client(servers(*QUANT, "--max-total-tokens", "4096", *drafts, env=env, model=model))
     expected = {}
     for length, tokens in LENGTHS.items():
-        client.flush()  # n-grams of what was said before are forgotten, too
+        client.flush()  # also forgets the n-grams of earlier answers
         reply = client.generate(prompt(way, length), tokens, return_logprob=True, top_logprobs_num=2)
         expected[length] = reply["output_ids"], reply["meta_info"]
 
@@ -100,7 +100,7 @@ def drafting(request, servers, plugins, tmp_path_factory) -> Drafting:
 
 
 def test_answers_and_rounds_are_those_of_one_server(drafting):
-    """The pair needs as many rounds: the first guess and the draft model's pages have arrived."""
+    """The pair needs as many rounds, so the first guess and the draft model's pages have arrived."""
     for length, tokens in LENGTHS.items():
         for server in (drafting.pair.prefill, drafting.pair.decode):
             server.drain()
@@ -133,7 +133,7 @@ def test_both_caches_are_empty_in_the_end(drafting):
     both = (drafting.pair.prefill, drafting.pair.decode)
     for server in both:
         server.drain(120)
-    assert len(drafting.answer(3, 2)[0]) == 2  # the next plan applies what was recorded
+    assert len(drafting.answer(3, 2)[0]) == 2  # the next plan applies the recorded events
     for server in both:
         server.drain(120)
         assert server.kv_quant()["tiers"] == {"bf16_tokens": 0, "quantized_tokens": 0}

@@ -1,4 +1,4 @@
-"""``sglang.Engine`` with sessions, in a program of its own, as a user would write it; and sessions that expire."""
+"""``sglang.Engine`` with sessions in a program of its own, as a user would write it; some sessions expire."""
 
 from __future__ import annotations
 

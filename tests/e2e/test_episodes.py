@@ -1,4 +1,4 @@
-"""EpiCache served end to end: what is read is the oracle's, turn by turn, and nothing is left behind."""
+"""EpiCache served end to end: each turn reads the oracle's episode, and nothing is left behind."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FLAGS = (
     *("--kv-quant", "hadamard", "--kv-quant-bits", "4", "--kv-quant-recent", "64", "--episodic-policy", "epicache"),
     *("--episodic-budget", str(BUDGET), "--episodic-block", str(BLOCK), "--episodic-episodes", "1"),
 )
-#: Of log-probabilities, for 4-bit histories on this model.
+#: Largest mean difference of log-probabilities, for 4-bit histories on this model.
 CLOSE = 0.15
 
 
@@ -52,7 +52,7 @@ def text(tokenizer) -> list[int]:
 
 
 def prompt_of(tokenizer, words, ids: list[int]) -> list[int]:
-    """The patched prompt of the only episode of a history."""
+    """Returns the patched prompt of a history's only episode."""
     texts = [tokenizer.decode(ids[at : at + SEGMENT]) for at in range(0, len(ids) // SEGMENT * SEGMENT, SEGMENT)]
     rows = unit(word_embeddings.SentenceTransformer(words[1], "cpu").encode(texts))
     chosen = medoids(rows, cluster(rows, 1), 0, MEDOIDS)
@@ -60,7 +60,7 @@ def prompt_of(tokenizer, words, ids: list[int]) -> list[int]:
 
 
 def expected(model, ids: list[int], folded: int, prompt: list[int], answer: list[int], recent: bool = False):
-    """Log-probabilities of an answer when the oracle's episode is read, or the most recent tokens instead."""
+    """Returns the log-probabilities of an answer that reads the oracle's episode, or the most recent tokens instead."""
     runner = Runner(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval())
     past, _ = build(runner, ids[:folded], [prompt], Budget((BUDGET,) * runner.layers, pinned=P), block=BLOCK)
     assert [k.shape[2] for k in past.k] == [BUDGET] * runner.layers
@@ -100,7 +100,7 @@ def test_within_the_budget_nothing_changes(client, text):
 
 
 def test_turns_fold_one_block_after_another(client, text):
-    """Later blocks join the episode that there is; the same turn once more finds everything."""
+    """Later blocks join the existing episode; when the same turn is sent again, everything is found."""
     client.flush()
     client.turn(text[:520], "growing", 4)
     before = client.session("growing")["read"]["of_tokens"]

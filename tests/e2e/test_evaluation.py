@@ -1,4 +1,4 @@
-"""``kvq eval`` against real servers: the divergence that it reports is the cache's."""
+"""``kvq eval`` against real servers reports the divergence that the cache causes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_divergence_of_a_quantized_server_from_a_plain_one(servers, tmp_path):
     print({row["method"]: row["kl"] for row in (none, hadamard)})
     assert (none["method"], none["allocated_bits"]) == ("none", 16)
     assert (hadamard["method"], hadamard["allocated_bits"]) == ("hadamard", 2.5)
-    # A plain server differs from itself by rounding only: batches and cached prefixes vary.
+    # A plain server differs from itself by rounding only, because batches and cached prefixes vary.
     assert 0 <= none["kl"] < 0.01 and none["top1_agreement"] > 0.95
     assert 5 * none["kl"] < hadamard["kl"] < 1
     assert hadamard["top1_agreement"] < none["top1_agreement"] and hadamard["perplexity"] > 1

@@ -1,4 +1,4 @@
-"""Weights with V's rotation in them stay in the server, and the server stays alive when asked for them."""
+"""A server gives away no weights with V's rotation in them, and stays alive when a request asks for them."""
 
 from __future__ import annotations
 

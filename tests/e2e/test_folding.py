@@ -1,6 +1,7 @@
-"""Requests that end as folds: what goes on from one computes what a model computes with those keys alone.
+"""Requests that end as folds: a request that continues a fold computes what a model computes with those keys alone.
 
-The server chooses tokens by a request's id (``server_faults.py``), other ones in each layer and KV head.
+A request's id determines the tokens that the server chooses (``server_faults.py``), differently in each layer and KV
+head.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ FLAGS = (
     "2560",
 )
 LENGTH, KEPT, TAIL = 14 * P, 6 * P, 90
-#: Of log-probabilities, where all but sinks and tail is 4 bits and most tokens are missing: 0.17 to 0.20 were found.
-#: Another choice of tokens is 0.64 and more.
+#: Largest mean difference of log-probabilities. All but sinks and tail is in 4 bits and most tokens are missing: 0.17
+#: to 0.20 were measured. Another choice of tokens gives 0.64 and more.
 CLOSE = 0.3
 
 
@@ -45,14 +46,14 @@ def client(servers, faulty) -> Client:
 
 
 def fold(client: Client, ids: list[int], kept: int = KEPT, length: int = LENGTH, seed: int = 0, **more):
-    """A request that ends as a fold of its first tokens; the name of what it made, and the answer."""
+    """Sends a request that ends as a fold of its first tokens; returns the fold's name and the answer."""
     name = f"fold-{length}-{kept}-{P}-{seed}"
     params = {"max_new_tokens": 1, "custom_params": {FOLD: Fold(name, length, kept).encode()}}
     return name, client.post("/generate", input_ids=ids, rid=name, sampling_params=params, **more)
 
 
 def go_on(client: Client, name: str, ids: list[int], tail: list[int], kept: int = KEPT) -> tuple[list[float], dict]:
-    """Log-probabilities of the tail's tokens after its first and of those generated, behind what a fold kept."""
+    """Continues a fold; returns log-probabilities of the tail's tokens after its first and of those generated."""
     options = {"extra_key": name, "return_logprob": True, "logprob_start_len": kept}
     meta = client.generate(ids[:kept] + tail, 4, **options)["meta_info"]
     assert meta["cached_tokens"] == kept, "tokens that stand for others were computed"
@@ -60,7 +61,7 @@ def go_on(client: Client, name: str, ids: list[int], tail: list[int], kept: int 
 
 
 def expected(model, name: str, ids: list[int], tail: list[int], meta: dict) -> list[float]:
-    """The same with the model's own cache, of which each layer and head keeps its tokens."""
+    """Returns the same log-probabilities from the model's own cache, in which each layer and head keeps its tokens."""
     network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     new = torch.tensor([tail + [entry[1] for entry in meta["output_token_logprobs"]]])
     with torch.no_grad():
@@ -90,7 +91,7 @@ def test_each_head_reads_its_own_tokens(client, model, text):
 
 
 def test_a_fold_of_a_fold_and_plain_requests_beside_it(client, text):
-    """What stays of the first may stay again; alone and in a crowd, answers are the same."""
+    """Tokens kept by the first fold may be kept by the next one; answers are equal alone and in a crowd."""
     name, _ = fold(client, text[: LENGTH + TAIL])
     block = text[LENGTH : LENGTH + 2 * P]
     again, answer = fold(client, text[:KEPT] + block + text[:TAIL], 4 * P, 8 * P, seed=3, extra_key=name)
@@ -103,7 +104,7 @@ def test_a_fold_of_a_fold_and_plain_requests_beside_it(client, text):
 
 
 def test_without_room_it_can_be_sent_again(client, text):
-    """Of 2,560 tokens the request takes 1,536 itself, so that 1,472 are not to be had; a smaller fold is."""
+    """The request holds 1,536 of 2,560 tokens, so 1,472 more are not available; a smaller fold fits."""
     ids = [i % 3000 + 10 for i in range(24 * P - 5)]
     name, answer = fold(client, ids, 23 * P, 23 * P, seed=5)
     assert answer.status_code == 503 and "no room for the 1472 tokens of a fold; send the request again" in answer.text

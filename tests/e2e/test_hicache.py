@@ -1,4 +1,4 @@
-"""Quantized pages go to host memory and to storage, and answers after that are those of pages that stayed."""
+"""Quantized pages go to host memory and to storage; answers from them equal those of pages that stayed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.e2e.client import Client
 from tests.e2e.test_server_metrics import eventually
 from tests.rotations.helpers import random_transform
 
-#: 24 pages, of which four prompts take all, and BF16 pages for one request: the next prompt takes those of the last.
+#: The device has 24 pages, which four prompts fill, and BF16 pages for one request: the next prompt takes them over.
 FLAGS = (
     *("--enable-hierarchical-cache", "--hicache-ratio", "3", "--hicache-storage-backend", "file"),
     *("--hicache-storage-prefetch-policy", "wait_complete", "--kv-quant-recent", "64"),
@@ -47,26 +47,26 @@ def at(place: str, tokens: int = CACHED) -> dict[str, int]:
 
 
 def push_out(client: Client) -> None:
-    """Other prompts take all pages of the device."""
+    """Fills the device with other prompts' pages."""
     for index in range(10, 15):
         ask(client, index)
 
 
 @pytest.fixture(scope="module")
 def storage(tmp_path_factory) -> Path:
-    """The folder with pages of all servers here."""
+    """Returns the folder with the pages of all servers in this file."""
     return tmp_path_factory.mktemp("storage")
 
 
 @pytest.fixture(scope="module")
 def small_host(plugins) -> dict[str, str]:
-    """Variables of a server that takes host memory although there is little."""
+    """Returns variables of a server that uses host memory although there is little."""
     return plugins("small_host")
 
 
 @pytest.fixture
 def start(servers, small_host, storage) -> Callable[..., Client]:
-    """``start(*flags)``: a client of a server with an empty cache."""
+    """``start(*flags)`` returns a client of a server with an empty cache."""
 
     def go(*flags: str) -> Client:
         config = ("--hicache-storage-backend-extra-config", json.dumps({"file_storage_path": str(storage)}))
@@ -78,7 +78,7 @@ def start(servers, small_host, storage) -> Callable[..., Client]:
 
 
 def stayed(client: Client) -> list[float]:
-    """The answer to prompt 0 from pages that stayed on the device while another prompt took their BF16 pages."""
+    """Returns prompt 0's answer from pages that stayed on the device while another prompt took their BF16 pages."""
     for index in (0, 1, 2):
         place, _ = ask(client, index)
         assert place == at("device", 0), "nothing is cached yet"
@@ -95,7 +95,7 @@ def wait_for(holds: Callable[[], bool], what: str) -> None:
 
 
 def page_names(index: int) -> list[str]:
-    """SGLang's names of a prompt's pages, without the model's."""
+    """Returns SGLang's names of a prompt's pages, without the part for the model."""
     from sglang.srt.mem_cache.utils import get_hash_str
 
     names: list[str] = []
@@ -105,7 +105,7 @@ def page_names(index: int) -> list[str]:
 
 
 def stored(storage: Path, index: int, method: str = "int2") -> list[Path]:
-    """The files of a prompt's pages, once all are there."""
+    """Waits until all of a prompt's pages are stored; returns their files."""
     found: list[Path] = []
 
     def there() -> bool:
@@ -117,7 +117,7 @@ def stored(storage: Path, index: int, method: str = "int2") -> list[Path]:
 
 
 def come_back(client: Client) -> None:
-    """Prompt 0 is answered from the host and from storage as from pages that stayed."""
+    """Asserts that prompt 0's answers from host and storage equal the answer from pages that stayed."""
     want = stayed(client)
     push_out(client)
     place, logprobs = ask(client, 0)
@@ -156,7 +156,7 @@ def test_a_damaged_file_is_a_miss_and_is_written_again(start, storage):
 
 
 def test_write_back(start):
-    """Pages go to the host when they are evicted, not before."""
+    """Pages go to the host only when they are evicted."""
     client = start("--kv-quant", "int4", "--hicache-write-policy", "write_back")
     want = stayed(client)
     push_out(client)
@@ -166,7 +166,7 @@ def test_write_back(start):
 
 
 def test_first_tokens_come_along(start, servers, tmp_path):
-    """Transform coding needs them in BF16: the answer is that of pages that stayed only if the host has kept them."""
+    """Transform coding reads first tokens in BF16, so the answers are equal only if the host has kept these."""
     config = json.loads((servers.shallow / "config.json").read_text())
     heads = config["num_key_value_heads"]
     dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
@@ -184,7 +184,7 @@ def test_first_tokens_come_along(start, servers, tmp_path):
 
 
 def test_host_memory_as_a_buffer(start, storage):
-    """It keeps nothing: what left the device comes from storage, and what storage lost is written again."""
+    """A buffer keeps nothing: pages come back from storage, and a page that storage lost is written again."""
     client = start("--kv-quant", "hadamard", "--hicache-host-memory-mode", "buffer_only")
     want = stayed(client)
     file = stored(storage, 0, "hadamard")[3]
@@ -196,7 +196,7 @@ def test_host_memory_as_a_buffer(start, storage):
     file.write_bytes(good[:1000] + bytes([good[1000] ^ 4]) + good[1001:])
     client.flush()
     assert ask(client, 0)[0] == at("storage", 3 * PAGE_SIZE)
-    # SGLang believes that the page is stored until it has asked once more.
+    # SGLang believes that the page is stored until it asks once more.
     client.flush()
     ask(client, 0)
     wait_for(file.exists, "the page is not written again")

@@ -1,4 +1,4 @@
-"""Speculative decoding over pages that came back from the host and from storage: the answers of pages that stayed."""
+"""Speculative decoding over pages from the host and from storage answers as over pages that stayed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def storage(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def start(servers, plugins, storage) -> Callable[..., Client]:
-    """``start(*flags)``: a client of a server that drafts."""
+    """``start(*flags)`` returns a client of a server that drafts."""
 
     def go(*flags: str) -> Client:
         env = plugins("small_host", "drafting_on_cpu")
@@ -48,7 +48,7 @@ def ask(client: Client, index: int) -> tuple[dict[str, int], list[int], dict]:
 
 @pytest.mark.parametrize("way", ["NGRAM", "STANDALONE"])
 def test_answers_and_drafts_after_host_and_storage(start, servers, storage, way):
-    """A draft model has pages of its own: without them, fewer of its drafts would be right."""
+    """The draft model has its own pages; if they were lost, fewer of its drafts would be right."""
     draft = ("--speculative-algorithm", way, "--speculative-draft-model-path", str(servers.shallow), *CHAIN)
     client = start(*(NGRAM if way == "NGRAM" else draft))
     client.flush()
@@ -68,7 +68,7 @@ def test_answers_and_drafts_after_host_and_storage(start, servers, storage, way)
         assert found == at(place)
         assert assert_same_but_for_ties(got, want, meta) > 4
         assert 0 < again["spec_verify_ct"] < ANSWER - 4, "hardly a draft was accepted"
-        if way == "STANDALONE":  # n-grams know the answer, and forget it with the cache
+        if way == "STANDALONE":  # n-grams know the answer, and forget it when the cache is flushed
             assert again["spec_verify_ct"] == meta["spec_verify_ct"]
     assert client.state()["errors"] == 0 and client.state()["damaged_pages"] == 0
     if way == "STANDALONE":

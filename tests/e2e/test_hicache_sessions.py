@@ -1,4 +1,4 @@
-"""Sessions whose history has left the device: it comes back from host or storage, and is not computed again."""
+"""A session's history that has left the device comes back from host or storage, and is not computed again."""
 
 from __future__ import annotations
 
@@ -41,20 +41,20 @@ def client(servers, plugins, storage, tmp_path) -> Sessions:
 
 @pytest.fixture
 def prompt(model) -> list[int]:
-    """1,500 tokens of prose, and a question."""
+    """Returns 1,500 tokens of prose, and a question."""
     tokenizer = AutoTokenizer.from_pretrained(model)
     return [*tokenizer(held_out_text()).input_ids[:1500], *tokenizer(QUESTION).input_ids]
 
 
 def push_out(client: Sessions) -> None:
-    """Other prompts take all pages of the device."""
+    """Fills the device with other prompts' pages."""
     for index in range(4):
         numbers = random.Random(index)
         client.turn([numbers.randrange(100, 500) for _ in range(14 * P)], None, 1)
 
 
 def test_a_history_comes_back(client, model, prompt, storage):
-    """From the host, then from files: pages are chosen of it, the answer is right, and little is computed."""
+    """A history from host memory, then from files, is read in chosen pages with a right answer; little is computed."""
     client.flush()
     first = client.turn(prompt, "long", 6)
     chosen = assert_read(client, model, "long", prompt, first)["read"]

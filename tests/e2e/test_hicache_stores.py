@@ -1,4 +1,4 @@
-"""Quantized pages in a Mooncake store and in NIXL's files: they come back, and a damaged one is computed again."""
+"""Quantized pages come back from a Mooncake store and from NIXL's files; a damaged page is computed again."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from tests.e2e.client import Client
 from tests.e2e.conftest import lacks
 from tests.e2e.test_hicache import FLAGS, PAGES, ask, at, come_back, page_names, wait_for
 
-#: Flags but the back end and what is about it.
+#: Flags without those of the storage back end.
 OTHERS = [flag for flag in FLAGS if flag not in ("--hicache-storage-backend", "file")]
-#: Milliseconds in which Mooncake lets nobody remove an object that somebody read.
+#: Milliseconds for which Mooncake keeps an object after a read, and refuses to remove it.
 LEASE = 60_000
 MODEL = "kvq1-int2-"
 
@@ -31,7 +31,7 @@ def small_host(plugins) -> dict[str, str]:
 
 @pytest.fixture
 def start(servers, small_host) -> Callable[..., Client]:
-    """``start(backend, config, **variables)``: a client of a server with an empty cache."""
+    """``start(backend, config, **variables)`` returns a client of a server with an empty cache."""
 
     def go(backend: str, config: dict, **variables: str) -> Client:
         flags = ("--hicache-storage-backend", backend, "--hicache-storage-backend-extra-config", json.dumps(config))
@@ -72,7 +72,7 @@ def test_nixl(start, tmp_path, direct):
     assert ask(client, 0)[0] == at("storage", 3 * P)
     assert client.state()["damaged_pages"] == 1
     wait_for(lambda: file.exists() and file.stat().st_size == size, "the page is not written again")
-    # NIXL reads all pages of a batch or none; what is missing is written with the rest of the prompt.
+    # NIXL reads all pages of a batch or none; missing pages are written with the rest of the prompt.
     for harm in (lambda file: file.write_bytes(good[: size // 2]), Path.unlink):
         harm(of(page_names(0)[1]))
         client.flush()
@@ -87,7 +87,7 @@ def test_nixl(start, tmp_path, direct):
 
 @pytest.fixture
 def master(tmp_path) -> Iterator[str]:
-    """The address of a Mooncake master."""
+    """Yields the address of a Mooncake master."""
     port, metrics = free_port(), free_port()
     command = [
         sys.executable,

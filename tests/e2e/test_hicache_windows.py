@@ -1,4 +1,4 @@
-"""A model with sliding windows whose pages and windows come back from the host: the answers of pages that stayed."""
+"""A model with sliding windows answers from pages and windows of the host as from pages that stayed."""
 
 from __future__ import annotations
 

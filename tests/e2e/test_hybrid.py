@@ -1,6 +1,6 @@
-"""A tiny Qwen3-Next served with ``--kv-quant``, against the same server without: windows, history, prefix hits, aborts.
+"""A tiny Qwen3-Next with ``--kv-quant`` against one without: windows, history, prefix hits, aborts.
 
-On a CPU linear attention is in torch (``linear_attention_on_cpu.py``); ``python -m tests.gpu`` has more, on a GPU.
+On a CPU, linear attention is in torch (``linear_attention_on_cpu.py``); ``python -m tests.gpu`` covers more on a GPU.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ FLAGS = (
     *("--chunked-prefill-size", "128", "--context-length", "1024", "--max-total-tokens", "2048"),
     *("--max-running-requests", "3", *SERVER_FLAGS),
 )
-#: Sinks, 256 recent tokens and the page being filled: prompts of 190 are all in BF16, those of 520 are not.
+#: Sinks, 256 recent tokens and the page being filled: prompts of 190 tokens are all in BF16, those of 520 are not.
 OURS = ("--kv-quant", "int4", "--kv-quant-recent", "256", "--kv-quant-prefill-window", "0")
 
 
 @pytest.fixture(scope="module", params=["radix cache", "no radix cache"])
 def said(request, servers, plugin, tmp_path_factory) -> Iterator[dict[str, dict]]:
-    """What each server said, by its name: one after the other, since both are large."""
+    """Yields the answers by server name; the servers run one after the other, because both are large."""
     folder, more = tmp_path_factory.mktemp("hybrid"), ()
     if request.param == "no radix cache":
         more = ("--disable-radix-cache",)
@@ -72,7 +72,7 @@ def test_what_lies_in_windows_is_bf16s(said):
 
 
 def test_history_in_four_bits_is_close(said):
-    """Nearer than half of what one wrong page moves them; both after sinks, window and two chunks."""
+    """The difference is less than half of what a wrong page causes, counted after sinks, window and two chunks."""
     plain, ours = said["plain"], said["ours"]
     wrong = token_difference(plain["wrong page"][448:], plain["long"][448:]).mean
     assert 0 < token_difference(ours["long"][448:], plain["long"][448:]).mean < wrong / 2
@@ -80,7 +80,7 @@ def test_history_in_four_bits_is_close(said):
 
 
 def test_a_turn_finds_its_prefix_up_to_the_last_state(said):
-    """Of 520 tokens in chunks of 128, the last 8 have none. Plain SGLang has pages of one token here."""
+    """With 520 tokens in chunks of 128, the last 8 have no state. Plain SGLang has pages of one token here."""
     assert said["ours"]["cached"] == said["expected"]["cached"]
     assert said["plain"]["cached"] in (said["expected"]["cached"], 520)
 

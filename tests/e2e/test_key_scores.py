@@ -15,9 +15,9 @@ from benchmarks.research.episodes.scores import by_prompts
 from sglang_kvq.attention.scores.token_choice import choose_tokens
 from tests.e2e.client import Client, held_out_text
 
-#: Tokens scored, and the prompt's behind them: of chunks of 128 it is in two, and so is what it scores.
+#: Tokens scored, and tokens of the prompt after them: with chunks of 128, both lie in several chunks.
 PAST, PROMPT = 330, 90
-#: Every page in BF16 and nothing rotated.
+#: Every page is in BF16 and nothing is rotated.
 FLAGS = ("--kv-quant", "int2", "--kv-quant-recent", "1024", "--chunked-prefill-size", "128")
 
 
@@ -30,7 +30,7 @@ def served(servers, faulty, folder: Path, ids: list[int]) -> torch.Tensor:
     client = Client(servers(*FLAGS, env={**faulty("scored_requests"), "KVQ_TEST_SCORES": str(folder)}))
     name = f"scored-{PAST}-{len(ids)}"
     client.generate(ids, rid=name)
-    client.generate(ids[:5])  # another prefill, before which scores are written
+    client.generate(ids[:5])  # another prefill; the scores are written before it
     file, deadline = folder / f"{name}.pt", time.time() + 300
     while not file.exists():
         assert time.time() < deadline, "no scores were written"
@@ -39,7 +39,7 @@ def served(servers, faulty, folder: Path, ids: list[int]) -> torch.Tensor:
 
 
 def test_scores_are_those_of_the_oracle(servers, faulty, model, ids, tmp_path):
-    """But for BF16's rounding through 30 layers: correlation of each head, and which tokens are kept."""
+    """Scores agree but for BF16's rounding through 30 layers: in each head's correlation, and in the tokens kept."""
     got = served(servers, faulty, tmp_path, ids)
     runner = Runner(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval())
     past, _ = prefill(runner, ids[:PAST], chunk=PAST)

@@ -1,6 +1,6 @@
-"""SGLang's own kits (``tests/gpu/kits.py``) against our servers, sized for a CPU, and plain SGLang where it is cheap.
+"""SGLang's own kits (``tests/gpu/kits.py``) on our servers, sized for a CPU, and on plain SGLang where that is cheap.
 
-All servers here are checked by SGLang after every step; the last tests show that those checks find what is lost.
+SGLang checks all servers here after every step; the last tests show that those checks find what is lost.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from tests.e2e.client import Client
 from tests.e2e.test_bf16 import WIDE
 from tests.gpu import kits
 
-#: Everything but sinks and 64 recent tokens is read in 4 bits.
+#: Everything except sinks and 64 recent tokens is read in 4 bits.
 OURS = ("--kv-quant", "int4", "--kv-quant-recent", "64", "--enable-streaming-session", "--allow-auto-truncate")
-SERVERS = {"plain": (), "wide": WIDE, "ours": OURS}  # ``test_bf16`` leaves the first two
-#: Decoding against prefilling, as the kits measure it: BF16's own noise, and with that of 4 bits.
+SERVERS = {"plain": (), "wide": WIDE, "ours": OURS}  # the first two are left running by ``test_bf16``
+#: Largest KL between decoding and prefilling, as the kits measure it: BF16's own noise, and that plus 4 bits'.
 MOST_KL = {"plain": 0.005, "wide": 0.005, "ours": 0.02}
 
 
@@ -31,7 +31,7 @@ def against(*names: str):
     return pytest.mark.parametrize("target", names, indirect=True)
 
 
-if kits.available("jitter"):  # not in 0.5.16
+if kits.available("jitter"):  # 0.5.16 has none
 
     @against("wide")
     def test_scores_do_not_depend_on_the_batch(target):
@@ -55,17 +55,17 @@ def test_kit(target, kit):
 
 
 def test_requests_that_run_into_their_time_limit(servers):
-    # SGLang's own warm-up would run into the limit on a slow machine, and end the server.
+    # On a slow machine SGLang's own warm-up would run into the limit and end the server.
     server = servers(*OURS, "--skip-server-warmup", env={"SGLANG_REQ_RUNNING_TIMEOUT": "3"})
     print(kits.running_timeout(kits.Target(server.url, kits.CPU)))
     client = Client(server)
-    client.flush()  # what ran into its limit holds nothing
+    client.flush()  # requests that ran into their limit hold nothing
     time.sleep(1)
     assert requests.get(f"{client.url}/health", timeout=300).status_code == 200
 
 
 def _log_of_the_end(server, *work) -> str:
-    """The log of a server that must end itself; ``work`` are requests that it may or may not answer."""
+    """Returns the log of a server that must end itself; ``work``: requests that it may leave unanswered."""
     for ids, tokens in work:
         try:
             Client(server).generate(ids, tokens)
@@ -79,7 +79,7 @@ def _log_of_the_end(server, *work) -> str:
 
 
 def test_a_lost_page_is_found_while_requests_run(servers, faulty):
-    """With the check when idle off, so that it is the one after every step."""
+    """The check when idle is off, so the one after every step must find the lost page."""
     env = {**faulty("lost_page"), "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "0"}
     server = servers(*OURS, env=env, fresh=True)
     log = _log_of_the_end(server, (list(range(100, 230)), 4), (list(range(300, 330)), 30))

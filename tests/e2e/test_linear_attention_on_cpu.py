@@ -1,4 +1,4 @@
-"""The stand-in for SGLang's operators, against transformers' own."""
+"""The stand-in for SGLang's operators agrees with transformers' own."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_convolution_goes_on_where_it_stopped():
 
 
 def test_drafts_leave_states_until_one_is_accepted():
-    """Each draft's output is a decode step's, the states after each are kept apart, and one of them is taken over."""
+    """Each draft's output is a decode step's; states after drafts are kept apart until one of them is accepted."""
     draw, count, rows = torch.Generator().manual_seed(3), 4, 2
     states = torch.randn(5, HEADS, V, K, generator=draw)
     slots, starts = torch.tensor([3, 1]), torch.tensor([0, count, 2 * count])
@@ -116,10 +116,10 @@ def test_drafts_are_convolved_as_tokens_one_by_one():
 
 
 def test_drafts_of_a_tree_go_on_from_their_parents():
-    """Each draft's output and state are those of the path to it, given as a chain of its own."""
+    """Each draft's output and state equal those of its path, given as a chain."""
     draw = torch.Generator().manual_seed(5)
     children, siblings = torch.tensor([[1, -1, 3, 4, -1, -1]]), torch.tensor([[-1, 2, -1, -1, -1, -1]])
-    paths = ((0,), (0, 1), (0, 2), (0, 2, 3), (0, 2, 3, 4), (0, 5))  # nothing leads to the last: it is not a draft
+    paths = ((0,), (0, 1), (0, 2), (0, 2, 3), (0, 2, 3, 4), (0, 5))  # the last is no draft, because nothing leads to it
     count, slot, parents = len(paths), torch.tensor([1]), torch.zeros(1, len(paths), dtype=torch.int64)
     x, weight = torch.randn(1, count, 6, generator=draw).transpose(1, 2), torch.randn(6, 4, generator=draw)
     windows, states = torch.randn(2, 6, 3, generator=draw), torch.randn(2, HEADS, V, K, generator=draw)

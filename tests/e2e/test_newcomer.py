@@ -1,4 +1,4 @@
-"""README's quick start works as written: however the package was installed, in the clone and elsewhere."""
+"""README's quick start works as written, however the package was installed, in the clone and elsewhere."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.e2e.conftest import ON_GPU
 README = (ROOT / "README.md").read_text()
 
 
-#: Ways to install the package and folders to use it from; with ``--all`` each with each.
+#: Ways to install the package, and folders to use it from; with ``--all`` every pair.
 CASES = [("installed", "clone"), ("wheel", "elsewhere")]
 if pairs.everything:
     CASES = list(product(newcomer.INSTALLS, ("clone", "elsewhere")))
@@ -28,7 +28,7 @@ INSTALLS = list(dict(CASES))
 
 @pytest.fixture(scope="module")
 def nodes(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], newcomer.Node]:
-    """``nodes(install)``: a host on which a newcomer has installed the package that way, one for all tests."""
+    """``nodes(install)`` returns a host on which a newcomer has installed the package that way; all tests share it."""
 
     @cache
     def made(install: str) -> newcomer.Node:
@@ -41,7 +41,7 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], newcomer.
 
 @pytest.fixture
 def node(request: pytest.FixtureRequest, nodes: Callable[[str], newcomer.Node]) -> newcomer.Node:
-    """A host on which a newcomer has installed the package, in one of the ways there are."""
+    """Returns a host on which a newcomer has installed the package in the way that the test names."""
     return nodes(request.param)
 
 
@@ -65,7 +65,7 @@ def test_doctor_of_the_clone_sees_what_a_server_there_sees(node: newcomer.Node) 
 
 
 def test_demo(tmp_path: Path) -> None:
-    """The first command of the quick start, in a clone beside environments and a model that ``./test`` made."""
+    """Runs the first command of the quick start in a clone with the environments and the model that ``./test`` made."""
     assert newcomer.quick_start(README)[0].startswith("./demo")
     clone = tmp_path / "clone"
     newcomer.clone_to(clone)

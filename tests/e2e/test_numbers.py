@@ -1,4 +1,4 @@
-"""What the server computes where it may differ from plain BF16: close to it, and the closer the better the method."""
+"""Results of the server that may differ from plain BF16's: they are close, and closer with better methods."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from transformers import AutoTokenizer
 
 from tests.e2e.client import Client, coarse_kl, held_out_text
 
-#: Chunks this short make most of a prompt attend to a stored prefix,
+#: Chunks this short make most of a prompt attend to a stored prefix.
 CHUNKED = ("--chunked-prefill-size", "128")
-#: and this to a quantized one.
+#: Flags that also quantize that prefix.
 QUANTIZED = (*CHUNKED, "--kv-quant-prefill-window", "0")
-#: Each takes a server; the last serves the tests below and ``test_parallel``.
+#: Methods that each take a server; the last one also serves the tests below and ``test_parallel``.
 METHODS = ("int4", "transform", "oscar")
-#: Measured too with ``--all``.
+#: Methods that are measured only with ``--all``.
 MORE = ("turboquant", "kivi", "hadamard", "int2")
 
 
@@ -28,7 +28,7 @@ def prompts(model) -> list[list[int]]:
 
 @pytest.mark.timeout(1500)  # as many servers as methods
 def test_divergence_from_bf16_falls_with_better_methods(servers, prompts, request):
-    """Per-token KL on held-out text through the real cache."""
+    """Measures KL per token on held-out text, through the real cache."""
     more = MORE if request.config.getoption("--all") else ()
     reference = [Client(servers(*CHUNKED)).distributions(ids, 32) for ids in prompts]
 
@@ -43,7 +43,7 @@ def test_divergence_from_bf16_falls_with_better_methods(servers, prompts, reques
 
     near = divergence("oscar", *CHUNKED)
     kl = {method: divergence(method, *QUANTIZED) for method in (*more, *METHODS)}
-    # What left a prompt's window lately is read in BF16 unless told otherwise.
+    # Pages that left a prompt's window recently are read in BF16, unless a flag forbids it.
     assert near < 0.003 and near < 0.2 * kl["oscar"]
     assert kl["int4"] < kl["transform"] < 0.5 * kl["oscar"]  # the latter two in 2.5 bits
     assert kl["int4"] < 0.01 and kl["oscar"] < 0.1
@@ -55,7 +55,7 @@ def test_divergence_from_bf16_falls_with_better_methods(servers, prompts, reques
 
 def test_oscar_answers_sensibly(servers):
     client = Client(servers("--kv-quant", "oscar", *QUANTIZED))
-    answer = client.ask("How many days are in a week?")  # BF16 prefers each token of its answer to the next by 1.7 to 1
+    answer = client.ask("How many days are in a week?")  # BF16 prefers each token to the second likeliest, 1.7 to 1
     assert "7" in answer or "seven" in answer.lower(), answer
 
 

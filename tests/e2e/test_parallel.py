@@ -20,7 +20,7 @@ DP = 2
 
 @pytest.fixture(scope="module", autouse=True)
 def nothing_left(servers):
-    """Servers of several workers take the memory of two others."""
+    """Stops all servers at the end, because a server of several workers takes the memory of two others."""
     yield
     servers.stop()
 
@@ -37,7 +37,7 @@ def ids(model) -> list[int]:
 
 @pytest.fixture(scope="module")
 def one_worker(servers, ids) -> torch.Tensor:
-    """What a server of one worker says, asked first: it stops when the larger one starts."""
+    """Returns the log-probabilities of a server of one worker, which stops when the larger one starts."""
     return torch.tensor(Client(servers(*OSCAR)).token_logprobs(ids))
 
 
@@ -48,15 +48,15 @@ def three(servers, one_worker) -> Client:
 
 
 def test_tensor_parallel_workers_compute_what_one_does(three, one_worker, ids):
-    """One KV head and its rotations on each worker; half of the prompt attends to quantized pages."""
+    """Each worker has one KV head and its rotations; half of the prompt attends to quantized pages."""
     noise = (torch.tensor(three.token_logprobs(ids)) - one_worker).abs()
     print(f"TP {TP} differs from TP 1 by {noise.mean():.4f} on average, {noise.max():.4f} at most")
-    # Sums in another order round BF16 logits differently: 0.05 on average, also without quantization.
+    # Another order of sums rounds BF16 logits differently: by 0.05 on average, even without quantization.
     assert noise.mean() < 0.1 and noise.max() < 1.5
 
 
 def test_tensor_parallel_server_with_eight_requests_ends_empty(three, ids):
-    """Shared sinks and private tails, prefill and decode mixed; then SGLang's strict idle check and ours."""
+    """Prefill and decode mix, with shared sinks and private tails; then SGLang's strict idle check runs, and ours."""
     answer = three.ask("Complete with one word. The opposite of hot is")
     assert "cold" in answer.lower(), answer
     jobs = [lambda n=n: three.generate(ids[:130] + ids[200 + 20 * n : 300 + 40 * n], 12) for n in range(8)]
@@ -66,9 +66,9 @@ def test_tensor_parallel_server_with_eight_requests_ends_empty(three, ids):
 
 
 def test_flags_reach_every_data_parallel_worker(servers, ids):
-    """Each has the whole configuration and a cache of its own; requests go to both."""
+    """Each worker has the whole configuration and its own cache; requests go to both."""
     needs_gpus(DP)
-    # SGLang binds workers to NUMA nodes unless told otherwise; before 0.5.22 it counts tensor-parallel ranks only.
+    # SGLang binds workers to NUMA nodes unless told otherwise; before 0.5.22 it counts only tensor-parallel ranks.
     bound = not torch.cuda.is_available() and compat.sglang_version() >= Version("0.5.22")
     env = {**STRICT, "SGLANG_CPU_OMP_THREADS_BIND": "0|0"} if bound else STRICT
     client = Client(

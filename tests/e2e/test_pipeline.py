@@ -1,4 +1,4 @@
-"""Two pipeline stages answer as one does: over quantized pages, cached prefixes, micro-batches that take turns."""
+"""Two pipeline stages answer as one does, over quantized pages, cached prefixes, and micro-batches that take turns."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from tests.e2e.test_serving import PRESSED, assert_empties
 
 #: Two stages have 2 and 3 layers, so their pages differ in bytes.
 LAYERS = 5
-#: The memory is divided once, as it is for stages. Prefills read history from records, like decode steps.
+#: Flags that divide the memory once, as for stages. Prefills read history from records, like decode steps.
 FLAGS = (
     *("--skip-tokenizer-init", "--kv-quant", "turboquant", "--kv-quant-bf16-budget", "0.3"),
     *("--kv-quant-recent", "128", "--kv-quant-prefill-window", "0", "--chunked-prefill-size", "256"),
 )
-#: Every request is a batch of its own, so nothing depends on which requests meet: answers are equal bit by bit.
+#: Every request is its own batch, so the answers do not depend on other requests and are equal bit by bit.
 ALONE = ("--pp-size", "2", "--pp-max-micro-batch-size", "1")
 TOKENS = 8
-#: Before 0.5.22 SGLang counts tensor-parallel ranks only where it binds workers to cores, so stages share one.
+#: Before 0.5.22, SGLang counts only tensor-parallel ranks when it binds workers to cores, so stages share a core.
 ENV = {} if compat.sglang_version() >= Version("0.5.22") else {"SGLANG_CPU_OMP_THREADS_BIND": "0"}
-#: Log-probabilities of two plain servers differ by up to 0.07 where other requests share the batch.
+#: Largest difference of log-probabilities; those of two plain servers differ by up to 0.07 if requests share batches.
 NOISE = 0.2
 
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
-    """Its head is its own: SGLang's stages do not share tied embeddings on every release."""
+    """Writes a model with its own output head, because not every release's stages share tied embeddings."""
     return replace(MODELS["llama"], name="llama_stages", layers=LAYERS).write(tmp_path_factory.mktemp("model"))
 
 
@@ -44,7 +44,7 @@ def ids() -> list[int]:
 
 
 def long_history(client: Client, ids: list[int]) -> list:
-    """A prompt of three chunks and its answer, then another behind the same prefix."""
+    """Sends a prompt of three chunks, then another behind the same prefix; returns both answers."""
     first = client.token_logprobs(ids[:700], 40)
     again = client.generate(ids[:640] + ids[900:990], 40, return_logprob=True)
     assert again["meta_info"]["cached_tokens"] == 640
@@ -52,7 +52,7 @@ def long_history(client: Client, ids: list[int]) -> list:
 
 
 def pairs(ids: list[int]) -> list[tuple[list[int], list[int]]]:
-    """Prompts of two requests at once; the second is 0 to 3 tokens longer."""
+    """Returns prompts for two requests at once; the second is 0 to 3 tokens longer."""
     return [(ids[1000 + 100 * n :][:40], ids[2000 + 100 * n :][: 40 + n]) for n in range(4)]
 
 
@@ -61,13 +61,13 @@ def answer(client: Client, prompt: list[int], tokens: int = TOKENS) -> list:
 
 
 def _parts(reply: dict) -> list:
-    """Tokens and their log-probabilities."""
+    """Returns tokens and their log-probabilities."""
     return [reply["output_ids"], [pair[0] for pair in reply["meta_info"]["output_token_logprobs"]]]
 
 
 @pytest.fixture(scope="module")
 def one(servers, tiny, ids) -> dict:
-    """Answers of one stage to prompts one by one."""
+    """Returns the answers of a server with one stage, to one prompt after another."""
     client = Client(servers(*FLAGS, model=tiny))
     said = {"long": long_history(client, ids), "prompts": {}}
     client.flush()
@@ -77,7 +77,7 @@ def one(servers, tiny, ids) -> dict:
 
 
 def crowd(ids: list[int]) -> list[list[int]]:
-    """More prompts than the cache has room for; none is divided, because SGLang batches the parts of several."""
+    """Returns more prompts than fit in the cache, each in one chunk, because SGLang batches parts of several."""
     return [ids[140 * n :][:250] for n in range(18)]
 
 
@@ -94,14 +94,14 @@ def test_a_long_history_reads_the_same_pages(two, one, ids):
 
 
 def test_micro_batches_take_turns(two, one, ids):
-    """Each answers as alone; tests/sglang/attention/test_turns.py has lengths that continue each other."""
+    """Each answers as alone; ``tests/sglang/attention/test_turns.py`` covers lengths that follow each other."""
     for pair in pairs(ids):
         said = [_parts(reply) for reply in two.generate(list(pair), TOKENS, return_logprob=True)]  # arrive together
         assert said == [one["prompts"][tuple(prompt)] for prompt in pair]
 
 
 def test_stages_evict_in_step(two, one, ids):
-    """More tokens than there is room for; then SGLang's strict checks and ours, in both stages."""
+    """More tokens arrive than fit; then SGLang's strict checks and ours run in both stages."""
     prompts = crowd(ids)
     said = together([lambda prompt=prompt: answer(two, prompt) for prompt in prompts])
     assert said == [one["prompts"][tuple(prompt)] for prompt in prompts]
@@ -109,7 +109,7 @@ def test_stages_evict_in_step(two, one, ids):
 
 
 def test_stages_retract_in_step(servers, tiny, two, one, ids):
-    """Batches of several requests, chunks, retractions and an abort: as many in one stage as in the other."""
+    """With batches of several requests, chunks and an abort, both stages retract equally many requests."""
     server = servers(*FLAGS, "--pp-size", "2", model=tiny, env={**PRESSED, **ENV}, alone=True)
     client = Client(server)
 

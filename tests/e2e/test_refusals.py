@@ -1,4 +1,4 @@
-"""Servers that must not start, for reasons that only a scheduler can know; the others are in ``tests/sglang``."""
+"""Servers that must not start for reasons that only a scheduler can know; ``tests/sglang`` covers the others."""
 
 from __future__ import annotations
 

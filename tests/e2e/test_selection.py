@@ -20,7 +20,8 @@ from tests.e2e.client import Client, held_out_text, together
 FLAGS = ("--kv-quant", "int4")
 ENVIRONMENT = {"KVQ_PAGE_SELECTION": "1"}
 PAGES, TAIL = 14, 90
-#: Of log-probabilities, for 4-bit histories on this model; a wrong page or position is 0.5 and more.
+#: Largest mean difference of log-probabilities, for 4-bit histories on this model; a wrong page or position gives 0.5
+#: and more.
 CLOSE = 0.15
 
 
@@ -30,7 +31,7 @@ def text(model) -> list[int]:
 
 
 def ask(client: Client, selection: Selection, tail: list[int], tokens: int = 6, name: str | None = None) -> dict:
-    """Generate after the selection; a history that was evicted is sent again, as sessions do."""
+    """Asks for an answer after the selection; sends an evicted history again, as sessions do."""
     body = {
         "input_ids": selection.tokens.tolist() + tail,
         "extra_key": name or selection.name,
@@ -54,24 +55,24 @@ def ask(client: Client, selection: Selection, tail: list[int], tokens: int = 6, 
 
 
 def logprobs(meta: dict) -> list[float]:
-    """Of the tail's tokens after its first, and of those generated."""
+    """Returns log-probabilities of the tail's tokens after its first, and of the generated tokens."""
     return [entry[0] for entry in meta["input_token_logprobs"][1:] + meta["output_token_logprobs"]]
 
 
 @functools.lru_cache(maxsize=1)
 def both_ends(model) -> Reference:
-    """The model with nothing quantized, and with everything that is stored."""
+    """Returns the model with nothing quantized, and with everything stored quantized."""
     return Reference(model, "cpu", KVQuantConfig("int4"), PAGES * P)
 
 
 @functools.lru_cache(maxsize=1)
 def computed(model, history: tuple[int, ...]) -> DynamicCache:
-    """The model's own cache of a history."""
+    """Returns the model's own cache of a history."""
     return both_ends(model).model(torch.tensor([history]), use_cache=True, logits_to_keep=1).past_key_values
 
 
 def expected(model, selection: Selection, tail: list[int], answer: list[int]) -> list[float]:
-    """The same with the model's own cache of the whole history, all but the chosen pages taken out."""
+    """Returns the same log-probabilities from the model's own cache, reduced to the history's chosen pages."""
     network = both_ends(model).model
     kept = torch.cat([torch.arange(page * P, (page + 1) * P) for page in selection.pages])
     new = torch.tensor([tail + answer])
@@ -119,12 +120,12 @@ def test_chosen_pages_are_all_that_is_read(servers, model, text, pages):
 
 
 def exchanged(pages: tuple[int, ...]) -> tuple[int, ...]:
-    """These pages with another one instead of the last."""
+    """Returns these pages with another page instead of the last."""
     return tuple(sorted({*pages[:-1], next(page for page in range(PAGES - 1, 0, -1) if page not in pages)}))
 
 
 def readings(model, chosen: list[Selection], tail: list[int], metas: list[dict]) -> list[tuple[Readings, Readings]]:
-    """Each answer against what its pages give, and against what they give with one of them exchanged."""
+    """Compares each answer with what its own pages give, and with what they give after one is exchanged."""
     answers = []
     for selection, meta in zip(chosen, metas):
         history, said = selection.history.tolist(), tail[1:] + answer_of(meta)
@@ -136,10 +137,10 @@ def readings(model, chosen: list[Selection], tail: list[int], metas: list[dict])
 
 
 def test_several_at_once_beside_plain_requests(servers, model, text):
-    """Copies and what they are made of may be evicted and made again; each answer reads its own pages.
+    """Copies and their originals may be evicted and made again; each answer reads its own pages.
 
-    A copy that had to wait may find its windows' BF16 pages given to others, so an answer reads anything between both
-    ends of precision, which are 0.12 to 0.15 apart here. A single page exchanged moves both by 0.18 and more.
+    A copy that had to wait may find that its window's BF16 pages were given to others. So an answer reads anything
+    between both ends of precision, which are 0.12 to 0.15 apart here. One exchanged page moves both by 0.18 and more.
     """
     client = Client(servers(*FLAGS, env=ENVIRONMENT))
     client.flush()
@@ -163,7 +164,7 @@ def test_a_history_that_is_gone_is_said_to_be(servers, text):
     assert "no longer cached" in response.text and response.status_code == 400
 
 
-#: Pages of a pool that is soon full.
+#: Pages of a pool that fills quickly.
 SMALL = 20
 
 
@@ -175,7 +176,7 @@ def small(servers):
 
 
 def test_without_room_a_selection_waits(small, model, text):
-    """The copies do not fit beside the history and another request: they are made when that has ended."""
+    """The history, another request and the copies do not fit; the copies are made after that request has ended."""
     history, tail = text[: PAGES * P], text[PAGES * P :]
     small.generate(history)
     selection, ended = Selection(tuple(history), None, (0, 2, 5, 9, 13)), {}

@@ -1,4 +1,4 @@
-"""``GET /metrics``: SGLang's own figures stay true with ``--kv-quant``, and the tiers have theirs beside them."""
+"""``GET /metrics``: SGLang's own figures stay true with ``--kv-quant``, and the tiers add theirs."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from tests.e2e.conftest import ON_GPU
 from tests.e2e.test_serving import CHAT, STRICT
 
 TOKENS = 4096
-#: The window of ``CHAT``'s server.
+#: Recent tokens in the window of ``CHAT``'s server.
 RECENT = 64
-#: Tokens to generate: the server must still be at it when its figures are read, which takes a busy machine a second.
+#: Tokens to generate: the server must still decode when its figures are read, which takes a busy machine a second.
 ANSWER = 1200 if ON_GPU else 300
 
 
@@ -29,7 +29,7 @@ def client(servers) -> Client:
 
 
 def scrape(client: Client) -> dict[str, float]:
-    """Values by name, with the tier in brackets where there is one; there is one worker."""
+    """Returns values by name, followed by the tier in brackets if there is one; the server has one worker."""
     response = requests.get(f"{client.url}/metrics", timeout=300)
     assert response.status_code == 200
     found = {}
@@ -41,7 +41,7 @@ def scrape(client: Client) -> dict[str, float]:
 
 
 def eventually(client: Client, holds, timeout: float = 300) -> dict[str, float]:
-    """The first scrape for which ``holds(values)``: SGLang writes figures every few steps and when it turns idle."""
+    """Returns the first scrape for which ``holds(values)``; SGLang writes figures every few steps and when idle."""
     deadline = time.time() + timeout
     while not holds(values := scrape(client)):
         assert time.time() < deadline, {k: v for k, v in values.items() if "token" in k or "kvq" in k}
@@ -60,18 +60,17 @@ def test_figures_of_a_running_request_and_of_an_idle_server(client):
         return values.get("sglang:num_running_reqs") == 1 and values["sglang:decode_sum_seq_lens"] > 716
 
     busy = eventually(client, decoding)
-    # The prompt and what is decoded so far lie in whole pages; the step ahead may have begun one more.
+    # The prompt and the decoded tokens fill whole pages; the next step may have begun one more.
     used, stored = busy["sglang:kv_used_tokens"], busy["sglang:decode_sum_seq_lens"]
     assert busy["sglang:num_used_tokens"] == used and used % PAGE_SIZE == 0 and 0 <= used - stored < 2 * PAGE_SIZE
-    assert busy["sglang:token_usage"] == pytest.approx(used / TOKENS, abs=0.006)  # rounded by some releases
+    assert busy["sglang:token_usage"] == pytest.approx(used / TOKENS, abs=0.006)  # some releases round it
     assert (
         busy["sglang:kv_available_tokens"] + busy["sglang:kv_used_tokens"] + busy["sglang:kv_evictable_tokens"]
         == TOKENS
     )
     job.join()
 
-    # All pages but the sink and what the window still holds: the prefill quantized most, the decode steps the others.
-    # On a GPU our figures are one report late, and an idle server reports every 30 seconds.
+    # All pages are quantized except the sink and the window's: most by the prefill, the others by decode steps.
     stored = len(prompt) + ANSWER - 1
     old = (stored - RECENT) // PAGE_SIZE - 1
     name = "sglang_kvq_quantized_pages_total"
@@ -89,12 +88,12 @@ def test_figures_of_a_running_request_and_of_an_idle_server(client):
     assert idle["sglang_kvq_pool_tokens[bf16]"] == state["bf16_pages"] * 64
     assert idle["sglang_kvq_held_tokens[quantized]"] == state["tiers"]["quantized_tokens"]
     held = lambda v: v["sglang_kvq_held_tokens[bf16]"] == state["tiers"]["bf16_tokens"]  # noqa: E731
-    eventually(client, held, timeout=300)  # what the request gave back is in the next report
+    eventually(client, held, timeout=300)  # pages that the request gave back appear in the next report
     assert idle["sglang_kvq_held_tokens[quantized]"] == old * PAGE_SIZE
 
 
 def test_an_error_that_a_plan_counts_is_logged_while_the_request_runs(servers, faulty):
-    """And counted in ``/metrics`` and ``/server_info``. The check when idle, which would end the server, is off."""
+    """``/metrics`` and ``/server_info`` count the error too; the idle check is off, because it would end the server."""
     env = {**faulty("counted_error"), "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "0"}
     server = servers(*CHAT, env=env, fresh=True, model=servers.shallow)
     client, line = Client(server), "the cache counted errors on the device, 1 so far"

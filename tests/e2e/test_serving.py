@@ -1,4 +1,4 @@
-"""How the server behaves: turns, sessions, pressure, aborts, limits."""
+"""The server's behavior: turns, sessions, pressure, aborts, limits."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ import requests
 
 from tests.e2e.client import Client, together
 
-#: A pool of 24 pages for eight requests at a time, checked by SGLang and by us whenever idle.
+#: A pool of 24 pages for eight requests at a time, which SGLang and our checks inspect whenever idle.
 TINY = (
     *("--kv-quant", "hadamard", "--kv-quant-recent", "64", "--max-total-tokens", "1536", "--max-running-requests", "8"),
     *("--chunked-prefill-size", "192", "--schedule-conservativeness", "0.01"),
 )
-#: Of ``test_server_metrics`` too, which comes first: its counts are those of a server that did nothing before.
+#: Flags of ``test_server_metrics`` too, which runs first: its counts need a server that has done nothing before.
 CHAT = (
     *("--kv-quant", "hadamard", "--kv-quant-recent", "64", "--enable-cache-report"),
     *("--enable-metrics", "--decode-log-interval", "4", "--enable-streaming-session"),
 )
-#: Cached tokens of turns of 75 tokens and answers of 10, of which the last is not stored yet.
+#: Cached tokens of turns of 75 tokens with answers of 10, the last of which is not stored yet.
 STREAMED = [0, 84, 169, 254]
 STRICT = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1"}
-#: SGLang's own knob retracts as if memory had run out: its releases differ in how close they let it come.
+#: SGLang's own switch retracts as if memory had run out, because its releases differ in how full memory may get.
 PRESSED = {**STRICT, "SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "30"}
 
 
@@ -41,11 +41,11 @@ def tiny(servers) -> Client:
 
 
 def assert_empties(client: Client) -> None:
-    """Idle, flushed and checked: both pools are empty and the server still answers."""
+    """Asserts that an idle, flushed and checked server holds nothing in both pools and still answers."""
     client.flush()
-    client.generate([1, 2, 3], 2)  # the next plan applies what was recorded
+    client.generate([1, 2, 3], 2)  # the next plan applies the recorded events
     client.flush()
-    time.sleep(1)  # SGLang's idle check runs, and ours; a leak ends the server
+    time.sleep(1)  # SGLang's idle check runs, and ours; a leak would end the server
     assert client.state()["tiers"] == {"bf16_tokens": 0, "quantized_tokens": 0}
     assert requests.get(f"{client.url}/health", timeout=300).status_code == 200
 
@@ -61,7 +61,7 @@ def test_later_turns_find_earlier_ones_cached_with_the_answers(chat):
         turns.append(reply["usage"])
     for before, now in pairwise(turns):
         cached = now["prompt_tokens_details"]["cached_tokens"]
-        # The whole previous exchange, answer included, down to the page (and a re-tokenised word or two).
+        # The whole previous exchange with its answer is cached, down to the page (and a few re-tokenized words).
         assert cached >= (before["total_tokens"] - 4) // 64 * 64 - 64
     cached = [t["prompt_tokens_details"]["cached_tokens"] for t in turns[1:]]
     print("cached tokens by turn:", cached)
@@ -113,7 +113,7 @@ SHORTEST = 40
 
 
 def test_many_streams_with_shared_prefixes_aborts_and_no_room(tiny, servers):
-    """Eviction and retraction must happen, nothing may be lost, both pools end empty."""
+    """Requests are evicted and retracted, nothing is lost, and both pools end empty."""
     rng = random.Random(3)
     shared = [list(range(50, 50 + n)) for n in (130, 400)]
 
@@ -179,14 +179,14 @@ def test_a_prompt_that_cannot_fit_gets_a_400(tiny):
 
 
 def streaming_turns(client: Client) -> list[int]:
-    """Cached tokens of each turn of a session that sends only what is new."""
+    """Returns the cached tokens of each turn of a session that sends only its new tokens."""
     session = client.post("/open_session", capacity_of_str_len=100000, streaming=True).json()
     cached = []
     for turn in range(4):
         ids = list(range(1000 + 90 * turn, 1000 + 90 * turn + 75))
         reply = client.generate(ids, 10, session_params={"id": session})
         cached.append(reply["meta_info"]["cached_tokens"])
-        client.generate([1] * 130, 3)  # others run while the session holds its row
+        client.generate([1] * 130, 3)  # other requests run while the session holds its row
     client.post("/close_session", session_id=session)
     return cached
 

@@ -1,4 +1,4 @@
-"""Sessions longer than their budget, served end to end: what is read, what is remembered, and what is left behind."""
+"""Sessions longer than their budget, end to end: the pages read, the state remembered, and nothing left behind."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ QUESTION = "\nWhich password did the lighthouse keeper have? The password of the
 
 
 class Sessions(Client):
-    """A client of one tenant."""
+    """A client that is one tenant."""
 
     def __init__(self, server, key: str | None = None) -> None:
         super().__init__(server)
@@ -57,7 +57,7 @@ class Sessions(Client):
         return response.json()
 
     def computed_tokens(self) -> float:
-        """Tokens of sessions that the model has computed since the server started."""
+        """Returns how many tokens of sessions the model has computed since the server started."""
         name = "sglang_kvq_session_computed_tokens_total "
         lines = requests.get(f"{self.url}/metrics", timeout=300).text.splitlines()
         return sum(float(line.split(" ")[1]) for line in lines if line.startswith(name))
@@ -66,7 +66,7 @@ class Sessions(Client):
         return requests.delete(f"{self.url}/v1/sessions/{name}", headers=self.headers, timeout=300)
 
     def wait_computed(self, name: str, tokens: int) -> None:
-        """Until the background has computed so many tokens, and SGLang has seen its request end."""
+        """Waits until the background has computed so many tokens and SGLang has seen its request end."""
         deadline = time.time() + 300
         while self.session(name)["computed_tokens"] < tokens:
             assert time.time() < deadline, self.session(name)
@@ -101,7 +101,7 @@ def tokenizer(model):
 
 @pytest.fixture(scope="module")
 def text(tokenizer) -> list[int]:
-    """1,500 tokens of prose; the fact stands at token 300."""
+    """Returns 1,500 tokens of prose with the fact at token 300."""
     prose = tokenizer(held_out_text()).input_ids
     fact = tokenizer(f"\n{FACT}\n").input_ids
     return [*prose[:300], *fact, *prose[300 : 1500 - len(fact)]]
@@ -117,10 +117,11 @@ def logprobs(answer: dict) -> list[float]:
 
 
 def assert_read(client: Sessions, model, name: str, ids: list[int], answer: dict, control: bool = False) -> dict:
-    """The answer is what the model says when it reads the pages that the session lists, and no others.
+    """Asserts that the answer is the model's, if it reads the session's listed pages and no others.
 
     Args:
-        control: other pages must give another answer, which they only do if they differ in what it is about.
+        control: also assert that other pages give another answer, which needs pages that differ in the answer's
+            subject.
     """
     session = client.session(name)
     history, pages = session["read"]["of_tokens"], session["read"]["pages"]
@@ -151,7 +152,7 @@ def test_within_the_budget_nothing_changes(client, text):
 
 
 def test_a_question_reads_what_it_is_about(client, model, text, question):
-    """A first call of a whole conversation, and a question after it: the fact is found, the rest is cached."""
+    """A question after a whole conversation finds the fact; the rest is cached."""
     client.flush()
     first = client.turn(text, "asked", 6)
     assert_read(client, model, "asked", text, first)
@@ -166,7 +167,7 @@ def test_a_question_reads_what_it_is_about(client, model, text, question):
 
 
 def test_turns_grow_and_history_is_exact(client, model, text, question):
-    """Turn after turn: the history is computed after each answer, as an ordinary prefill would."""
+    """After each answer, the history is computed as an ordinary prefill would compute it."""
     client.flush()
     said, name = text[:600], f"growing-{time.time()}"
     for part in (text[600:680], text[680:800], text[800:900], question):
@@ -185,7 +186,7 @@ def test_turns_grow_and_history_is_exact(client, model, text, question):
     client.flush()
     fresh = client.turn(said, None, 4, logprob_start_len=start)["meta_info"]
     both = [[e[0] for e in m["input_token_logprobs"][1:] + m["output_token_logprobs"]] for m in (kept, fresh)]
-    # Turn by turn, parts were read in 4 bits that are read in BF16 when all is computed at once.
+    # Turn by turn, some parts were read in 4 bits; computed at once, they are read in BF16.
     assert np.abs(np.subtract(*both)).mean() < CLOSE
 
 
@@ -224,7 +225,7 @@ def test_streams_chunk_by_chunk(client, text, question):
 
 
 def test_an_edited_conversation(client, model, text, question):
-    """What was said before the edit is still known; what came after is not."""
+    """The tokens before an edit are still known, those after it are not."""
     prompt = text + question
     client.turn(prompt, "edited", 2)
     client.wait_computed("edited", len(prompt) // P * P)
@@ -247,7 +248,7 @@ def test_log_probabilities_of_the_tail(client, text, question):
 
 
 def test_chat_remembers_a_fact(client, tokenizer):
-    """Through chat completions: session_id in the body, a system prompt, turns marked by the template."""
+    """A chat completion finds a fact: session_id in the body, a system prompt, turns marked by the template."""
     pause = tokenizer.decode(tokenizer(held_out_text()).input_ids[:700])
     messages = [
         {"role": "system", "content": "You are brief."},
@@ -268,7 +269,7 @@ def test_chat_remembers_a_fact(client, tokenizer):
 
 
 def test_sessions_and_plain_traffic_at_once(client, text, question):
-    """Each answer is what it is alone; pages are evicted and come back while all run."""
+    """Each answer equals the one that is given alone, although pages are evicted and return while all run."""
     prompts = [text + question, [*text[200:1100], *question], text[:500], text[500:1400]]
     names = ["one", "two", "three", None]
     alone = [logprobs(client.turn(ids, name, 4)) for ids, name in zip(prompts, names)]
@@ -305,7 +306,7 @@ def test_metrics(client, text):
     changes = {name: after[name] - before.get(name, 0) for name in after}
     assert after["sglang_kvq_sessions"] >= 2
     state = sum(session["state_bytes"] for session in client.get().json()["data"])
-    assert after["sglang_kvq_session_state_bytes"] > state / 2  # embedding may go on
+    assert after["sglang_kvq_session_state_bytes"] > state / 2  # embedding may still run
     assert changes['sglang_kvq_session_requests_total{read="whole"}'] == 2
     assert changes['sglang_kvq_session_requests_total{read="chosen"}'] == 1
     assert changes["sglang_kvq_session_computed_tokens_total"] <= len(text), "earlier tests left most of it cached"
@@ -331,11 +332,11 @@ def test_deleted_and_aborted_sessions_leave_nothing(client, text, question):
                 next(response.iter_lines())
             else:
                 time.sleep(wait)
-    assert_empties(client)  # SGLang's strict checks stop the server if a page were lost
+    assert_empties(client)  # SGLang's strict checks would stop the server if a page were lost
 
 
 def client_stream(client: Sessions, prompt: list[int]):
-    """A streamed request that its client leaves."""
+    """Sends a streamed request, which its client will leave."""
     params = {"temperature": 0, "max_new_tokens": 300, "ignore_eos": True}
     body = {"input_ids": prompt, "sampling_params": params, "stream": True, "rid": f"left-{time.time()}"}
     try:
@@ -375,14 +376,14 @@ def test_other_bad_requests(client, text):
 
 @pytest.fixture
 def small(servers, words):
-    """A server with a pool of 27 pages, in which two requests run at once."""
+    """Returns a client of a server with a pool of 27 pages, in which two requests run at once."""
     client = Sessions(serve(servers, words, "--max-total-tokens", str(27 * P), "--max-running-requests", "2"))
     client.flush()
     return client
 
 
 def test_a_pool_too_small_for_history_and_copies_reads_the_prompt_whole(small, model, text, question):
-    """In 27 pages, 15 of history leave room for 7 copies; 21 do not."""
+    """With 27 pages, a history of 15 leaves room for 7 copies; a history of 21 does not."""
     fits, exceeds = [*text[:1130], *question], text
     assert_read(small, model, "fits", fits, small.turn(fits, "fits", 4))
     small.flush()
@@ -395,7 +396,7 @@ def test_a_pool_too_small_for_history_and_copies_reads_the_prompt_whole(small, m
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 def test_an_abort_in_the_queue_is_sglangs_own(small, text, stream):
-    """Both of a request without a session, and of one whose history waits to be computed."""
+    """SGLang itself ends an aborted request, without a session or with a history that waits to be computed."""
 
     def blocked(session: str | None):
         time.sleep(1.5)
@@ -418,7 +419,7 @@ def test_an_abort_in_the_queue_is_sglangs_own(small, text, stream):
 
 
 def test_a_killed_scheduler_takes_its_server_along_and_text_is_enough(server, servers, words, text, question):
-    """Nothing hangs and nothing is left of the processes; the next server answers from what the client sends."""
+    """No request hangs and no process remains; the next server answers from the text that the client sends."""
     prompt, client = text + question, Sessions(server)
     before = client.turn(prompt, "killed")
     assert client.session("killed")["requests_with_chosen_pages"] == 1
@@ -428,7 +429,7 @@ def test_a_killed_scheduler_takes_its_server_along_and_text_is_enough(server, se
     with client_stream(client, prompt) as response:
         next(response.iter_lines())
         scheduler.kill()
-        with contextlib.suppress(requests.RequestException):  # it may also end as if all had been said
+        with contextlib.suppress(requests.RequestException):  # the stream may also end as if the answer were complete
             list(response.iter_lines())
     server.process.wait(120)
     _, alive = psutil.wait_procs(processes, timeout=300)

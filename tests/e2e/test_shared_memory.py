@@ -1,4 +1,4 @@
-"""Records and BF16 pages of a server share one memory: the boundary moves as requests come, and back again."""
+"""Records and BF16 pages of a server share one memory; the boundary moves as requests come, and back again."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.e2e.test_serving import STRICT, assert_empties
 from tests.e2e.test_soft_windows import prompt
 
 pytestmark = pytest.mark.skipif(version("sglang") not in NEW_TREE_RELEASES, reason="older releases divide it once")
-#: More tokens than fit, so the memory alone decides. It holds whole windows of about thirty requests, or 1,100 pages.
+#: More tokens than fit, so only memory sets the limit: whole windows of about thirty requests, or 1,100 pages.
 FLAGS = (
     *("--kv-quant", "hadamard", "--max-total-tokens", "1000000", "--chunked-prefill-size", "512"),
     *("--max-running-requests", "64"),
@@ -27,14 +27,14 @@ def test_the_boundary_follows_the_requests(servers, plugins):
     assert MANY <= state["requests_with_whole_windows"] < state["max_running_requests"] == 64
     alone = client.generate(prompt(3, 420), 12)["output_ids"]
     few = client.state()["room"]
-    client.flush()  # a cached prefix is read from records
+    client.flush()  # a cached prefix would be read from records
     answers = together([lambda i=i: client.generate(prompt(i, 420), 20)["output_ids"] for i in range(MANY)])
     many = client.state()["room"]
     assert many["bf16_pages"] >= 6 * MANY > few["bf16_pages"], "whole windows of all of them"
     assert many["pages"] < few["pages"]
     assert [len(answer) for answer in answers] == [20] * MANY
     assert answers[3][:2] == alone[:2]
-    for index in range(100, 114):  # cached prefixes take the memory back, while no request wants it
+    for index in range(100, 114):  # cached prefixes take the memory back while no request needs it
         client.generate(prompt(index, 1900), 1)
     cached = client.state()["room"]
     assert cached["pages"] > many["pages"] and cached["bf16_pages"] < many["bf16_pages"]

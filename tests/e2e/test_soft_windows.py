@@ -1,4 +1,4 @@
-"""``--kv-quant-recent-min`` on a server: many more requests run than have whole windows, and nothing is lost."""
+"""``--kv-quant-recent-min`` on a server: many more requests run than there are whole windows, and nothing is lost."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from tests.e2e.client import Client, together
 from tests.e2e.test_serving import STRICT, assert_empties
 
-#: Sixteen requests, whose windows have six BF16 pages each.
+#: Sixteen requests, each with a window of six BF16 pages.
 FLAGS = (
     *("--kv-quant", "hadamard", "--max-total-tokens", "16384", "--max-running-requests", "16"),
     *("--chunked-prefill-size", "512", "--kv-quant-bf16-budget", "0.1"),
@@ -37,6 +37,6 @@ def test_requests_run_at_once_whose_windows_do_not_fit(soft, servers):
     soft.flush()
     answers = together([lambda i=i: soft.generate(prompt(i), 70)["output_ids"] for i in range(STREAMS)])
     assert [len(answer) for answer in answers] == [70] * STREAMS
-    assert answers[3][:2] == alone[:2]  # later ones read recent pages from records
+    assert answers[3][:2] == alone[:2]  # later tokens read recent pages from records
     assert soft.state()["errors"] == 0
     assert_empties(soft)

@@ -1,6 +1,6 @@
-"""Speculation by n-grams: the drafts come from the prompt and earlier answers, so that any model can draft.
+"""Speculation by n-grams: drafts come from the prompt and earlier answers, so any model can draft.
 
-SGLang's CPU engine runs it with kernels that only machines with AMX have; ``speculation/`` stands in for these.
+SGLang's CPU engine runs it with kernels that exist only on machines with AMX; ``speculation/`` replaces these.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ NGRAM = (
     *("--speculative-algorithm", "NGRAM", "--speculative-ngram-max-bfs-breadth", "1"),
     *("--speculative-num-draft-tokens", str(DRAFTS)),
 )
-#: Sinks and window hold all that is asked: what is read is BF16, with drafts and without.
+#: Sinks and window hold every requested token, so all reads are BF16, with and without drafts.
 COVERED = ("--kv-quant", "hadamard", "--kv-quant-recent", "1024", "--max-running-requests", "4")
 QUANTIZED = ("--kv-quant", "hadamard", "--kv-quant-recent", "64", "--chunked-prefill-size", "192")
 SMALL = ("--max-total-tokens", "2048", "--schedule-conservativeness", "0.01")
@@ -38,20 +38,20 @@ def drafting(servers):
 
 
 def repetitive(seed: int, length: int) -> list[int]:
-    """A phrase again and again: what the model goes on with, so that drafts are accepted."""
+    """Returns a repeated phrase, which the model continues, so that drafts are accepted."""
     rng = random.Random(seed)
     phrase = [rng.randrange(500, 9000) for _ in range(12)]
     return (phrase * (length // 12 + 1))[:length]
 
 
 def answer(client: Client, ids: list[int], tokens: int) -> tuple[list[int], dict]:
-    """Greedy tokens and ``meta_info``."""
+    """Returns greedy tokens and ``meta_info``."""
     reply = client.generate(ids, tokens, return_logprob=True, top_logprobs_num=2)
     return reply["output_ids"], reply["meta_info"]
 
 
 def assert_same_but_for_ties(got: list[int], want: list[int], meta: dict) -> int:
-    """Equal up to the first near tie of the two most likely tokens; how many tokens that is."""
+    """Asserts equality up to the first near tie of the two likeliest tokens; returns how many tokens that is."""
     for n, (a, b) in enumerate(zip(got, want)):
         if a != b:
             best = meta["output_top_logprobs"][n]
@@ -62,7 +62,7 @@ def assert_same_but_for_ties(got: list[int], want: list[int], meta: dict) -> int
 
 
 def test_answers_are_those_without_drafts(servers, drafting):
-    """Alone, together and after a prefix hit, across pages; every token stored once, accepted or not."""
+    """Answers equal those without drafts, alone, together and after a prefix hit; each token is stored once."""
     prompts = [repetitive(seed, length) for seed, length in ((1, 61), (2, 190))]
     plain = Client(servers(*COVERED))
     want = [answer(plain, ids, 30) for ids in prompts]
@@ -86,7 +86,7 @@ def test_answers_are_those_without_drafts(servers, drafting):
 
 
 def test_histories_aborts_and_retraction(drafting):
-    """Drafts after a quantized history; requests that end in the middle of an accepted chain; both pools end empty."""
+    """Drafts follow a quantized history; requests end in the middle of an accepted chain; both pools end empty."""
     client = drafting(*QUANTIZED, *SMALL, env=PRESSED)
     prompt = repetitive(5, 400)
     first, _ = answer(client, prompt, 40)

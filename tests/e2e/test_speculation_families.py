@@ -1,8 +1,8 @@
-"""Drafts of models that keep something beside their KV cache: sliding windows, or recurrent states.
+"""Drafts of models that keep more than a KV cache: sliding windows or recurrent states.
 
-A server checks itself: it is given prompt and answer as one prompt, and of each place says how likely the answered
-token is and how likely the likeliest. No draft was verified for that. Drafts come from n-grams, or from a model that
-says the last token again (STANDALONE): the releases take turns.
+A server checks itself: it gets prompt and answer as one prompt, and says at each position how likely the answered token
+and the likeliest token are. That check uses no drafts. Drafts come from n-grams, or from a model that repeats the last
+token (STANDALONE); the releases use them in turn.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from tests.gpu.speculation import CPU, flags, prompts, write_echo
 
 WAYS = ("ngram", "standalone") if compat.applies(OLD_TREE, compat.sglang_version()) else ("standalone", "ngram")
 
-#: The first prompt and its answer are all in BF16, the others have a history and reach beyond a window. The second's
+#: The first prompt and its answer are all in BF16; the others have a history and reach beyond a window. The second
 #: answer passes token 256, where SGLang keeps a recurrent state.
 LENGTHS, ANSWER = (68, 222, 560), 60
 CACHED = {1: 256, 2: 512}
-#: Of histories in 4 bits a prefill may read other pages than decoding did; a wrong page moves answers by 0.8.
+#: Bound for 4-bit histories: a prefill may read other pages than decoding did. A wrong page moves answers by 0.8.
 HISTORY = 2 * ROUNDING
 FLAGS = (
     *("--chunked-prefill-size", "128", "--context-length", "1024", "--max-total-tokens", "2048"),
     *("--max-running-requests", "3", "--kv-quant", "int4", "--kv-quant-recent", "64"),
 )
-#: What left a window is given back after every step, so that drafts in flight would miss it.
+#: Makes SGLang free tokens that left a window after every step, so that drafts in flight would miss them.
 ENV = {**PRESSED, "SGLANG_SWA_EVICTION_INTERVAL": "1"}
 
 
@@ -51,7 +51,7 @@ def said(request, plugins, tmp_path_factory) -> Iterator[dict]:
     if not ON_GPU:
         installed = plugins("linear_attention_on_cpu", "drafting_on_cpu")
         env["PYTHONPATH"] = os.pathsep.join([found.pop("PYTHONPATH"), installed["PYTHONPATH"]])
-        # N-grams are compiled by another compiler than torch finds; a draft's small functions need none.
+        # N-grams need a compiler other than the one that torch finds; a draft's small functions need none.
         env |= found if way == "ngram" else {"TORCHDYNAMO_DISABLE": "1"}
     drafting = NGRAM if way == "ngram" else flags(way, write_echo(folder))
     more = [*FLAGS, *drafting, *(SERVER_FLAGS if model.is_hybrid else ())]
@@ -81,7 +81,7 @@ def ask(server: TinyServer) -> dict:
     plant(server, asked[0], [step.token for step in found["answers"][0]])
     found["branching"] = steps(greedy(server, asked[0], ANSWER))
     server.drain()
-    # More than run at once, so that some are retracted; all end, or are aborted, in the middle of a round.
+    # More requests than run at once, so some are retracted; all end, or are aborted, in the middle of a round.
     with ThreadPoolExecutor(4) as pool:
         crowd = [pool.submit(greedy, server, ids, ANSWER) for ids in (*asked, asked[1])]
         found["crowd"] = [steps(reply.result()) for reply in crowd]
@@ -95,18 +95,21 @@ def ask(server: TinyServer) -> dict:
 
 
 def plant(server: TinyServer, prompt: list[int], answer: list[int]) -> None:
-    """Before ``answer`` is given again, n-grams are to know only that three of its tokens go on as the model goes on
-    with these alone, and the last of them as the answer does: a wrong draft, and a branch that is right."""
+    """Teaches n-grams a wrong continuation of every three tokens of the answer, and the right one of the last of them.
+
+    The wrong one is the model's own after those three tokens alone. When ``answer`` is given again, drafts have a wrong
+    branch and a right one.
+    """
     whole, first = [*prompt, *answer], len(prompt)
     server.drain()
     wrong = [whole[n - 3 : n] for n in range(first, len(whole))]
     right = [[1, *whole[n - 1 : n + 3]] for n in range(first, len(whole) - 2)]
     for planted in (wrong, [list(chain(*right[n : n + 3])) for n in range(0, len(right), 3)]):
-        server.json("/generate", body(planted, 2))  # what is decoded is remembered, with the prompt's end
+        server.json("/generate", body(planted, 2))  # decoded tokens are remembered, with the prompt's end
 
 
 def forced(server: TinyServer, prompt: list[int], answer: list) -> list[tuple[float, float]]:
-    """Of each answered token, its log-probability and that of the likeliest, by a prefill of it all."""
+    """Returns each answered token's log-probability and that of the likeliest, by a prefill of prompt and answer."""
     server.drain()
     server.json("/generate", body(prompt, 1))
     asked = body(
@@ -121,7 +124,7 @@ def forced(server: TinyServer, prompt: list[int], answer: list) -> list[tuple[fl
 
 
 def assert_greedy(answer: list, forced: list[tuple[float, float]], mean: float) -> None:
-    """The likeliest token everywhere, but where two nearly tie, and as likely as the server said."""
+    """Asserts that every token is the likeliest, except near ties, and as likely as the server said."""
     assert len(answer) == len(forced) > 0
     behind = [best - own for own, best in forced]
     assert max(behind) < 2 * TIE, f"token {behind.index(max(behind))} is not the likeliest: {behind}"
@@ -139,12 +142,12 @@ def test_answers_are_the_greedy_ones(said):
 
 
 def test_drafts_that_branch_change_no_answer(said):
-    """Recurrent states are those of the branch that a draft is in (``drafts.after_states``)."""
+    """A draft's recurrent state is that of its own branch (``drafts.after_states``)."""
     assert_greedy(said["branching"], said["forced"][0], ROUNDING)
 
 
 def test_a_turn_goes_on_from_what_was_accepted(said):
-    """From pages and, of a model with recurrent states, from one that a round of drafts passed."""
+    """The turn finds pages and, for a model with recurrent states, a state that a round of drafts passed."""
     assert all(found >= least for found, least in zip(said["cached"], CACHED.values())), said["cached"]
     for answer, forced in zip(said["turns"], said["forced turns"]):
         assert_greedy(answer, forced, HISTORY)

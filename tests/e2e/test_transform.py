@@ -13,13 +13,13 @@ from tests.e2e.client import Client, coarse_kl, held_out_text
 
 #: Chunks this short make most of a prompt attend to a stored prefix, quantized without a window of prefills.
 CHUNKED = ("--chunked-prefill-size", "128")
-#: Tokens that sinks and window hold whole.
+#: Tokens that sinks and window hold completely.
 COVERED = 64 + 256
 
 
 @pytest.fixture(scope="module")
 def rotations(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Calibrated in a hurry, on what ``held_out_text`` leaves of its source."""
+    """Calibrates quickly, on the part of its source that ``held_out_text`` leaves out."""
     folder = tmp_path_factory.mktemp("calibrated")
     text = folder / "text.txt"
     text.write_text(held_out_text(everything=True).replace(held_out_text(), "")[-120_000:])
@@ -40,19 +40,19 @@ def ids(model) -> list[int]:
 
 
 def divergences(client: Client, plain: Client, prompt: list[int]) -> list[float]:
-    """KL from plain BF16's distribution after each token of a prompt."""
+    """Returns the KL from plain BF16's distribution after each token of a prompt."""
     want, got = plain.distributions(prompt, 32), client.distributions(prompt, 64)
     return [coarse_kl(p, q) for p, q in zip(want, got)]
 
 
 @pytest.fixture
 def plain(servers) -> Client:
-    """The server that ``test_bf16`` leaves."""
+    """Returns a client of the server that ``test_bf16`` leaves running."""
     return Client(servers())
 
 
 def test_four_bits_answer_as_plain_bf16_does(plain, client, ids):
-    """Where windows hold all, bases that undo each other and a mean off all keys leave BF16's rounding; then 4 bits."""
+    """Within windows the bases cancel and the keys' common mean has no effect: only rounding remains; then 4 bits."""
     covered = divergences(client, plain, ids[:COVERED])
     history = divergences(client, plain, ids[:832])[512:]
     means = [sum(kl) / len(kl) for kl in (covered, history)]

@@ -14,7 +14,7 @@ from tests.gpu.__main__ import main
 @pytest.mark.skipif(ON_GPU, reason="python -m tests.gpu serves it there, beside all others")
 @pytest.mark.timeout(1500)
 def test_a_model_with_windows(tmp_path: Path):
-    """``int4`` is equal to BF16 where windows hold all, close where its history is read, and 2 servers say so."""
+    """A plain and an ``int4`` server agree where windows hold everything, and are close where a history is read."""
     out = tmp_path / "windows.json"
     logs = ("--logs", str(tmp_path / "logs"))
     code = main(

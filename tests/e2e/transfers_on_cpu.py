@@ -1,8 +1,7 @@
-"""A plugin of the tests: Mooncake and NIXL on a CPU, and a server that retracts as if memory had run out.
+"""An SGLang plugin for tests: Mooncake and NIXL on a CPU, and a server that retracts as if memory had run out.
 
-SGLang's shortcut for page ids pins memory and needs CUDA's events, and SGLang tells NIXL that the cache lies on a GPU.
-Its knob for retraction is read once, when it is imported, and servers of tests are forked from a process that has
-imported it.
+SGLang's shortcut for page ids pins memory and needs CUDA's events, and SGLang tells NIXL that the cache is on a GPU.
+SGLang reads its switch for retraction when it is imported, and tests fork servers from a process that has imported it.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""Stands in for the package sentence_transformers in servers of tests: texts that share words are near each other.
+"""Stand-in for the package sentence_transformers in test servers: texts that share words are near each other.
 
 ``install`` puts this file where a server imports it under that name.
 """
@@ -13,12 +13,12 @@ from pathlib import Path
 import numpy as np
 
 WIDTH = 512
-#: Words that say nothing of a text.
+#: Words that carry no meaning.
 COMMON = {"the", "a", "an", "of", "to", "is", "in", "and", "or", "it", "that", "user", "assistant", "system", "what"}
 
 
 class SentenceTransformer:
-    """Counts of words by their hash."""
+    """Embeds a text as counts of its words, by their hash."""
 
     def __init__(self, folder: str, device: str) -> None:
         assert (Path(folder) / "modules.json").exists() and device == "cpu"
@@ -32,7 +32,7 @@ class SentenceTransformer:
 
 
 def install(folder: Path) -> tuple[str, str]:
-    """The path to put on PYTHONPATH, and the "model" folder."""
+    """Returns the path to put on PYTHONPATH, and the "model" folder."""
     package, model = folder / "path" / "sentence_transformers", folder / "model"
     package.mkdir(parents=True)
     model.mkdir()

@@ -1,12 +1,12 @@
-"""Does ``--kv-quant`` serve every family correctly on this host's GPUs? One command, at most 8 minutes.
+"""Tests that ``--kv-quant`` serves every family correctly on this host's GPUs: one command, at most 8 minutes.
 
     python -m tests.gpu --out benchmarks/results/gpu_h200.json
 
-It needs SGLang, this checkout and a GPU: models are tiny, random and made here, nothing is downloaded or installed.
-CUDA graphs and overlap scheduling are on. With two GPUs (``--gpus 2``, or as many as there are) it also runs tensor and
-data parallelism. ``--device cpu`` runs smaller cases on SGLang's CPU engine, to see that this program works.
+It needs SGLang, this checkout and a GPU. Models are tiny, random and made here; nothing is downloaded or installed.
+CUDA graphs and overlap scheduling are on. With two GPUs (``--gpus 2``, or as many as the host has) it also runs tensor
+and data parallelism. ``--device cpu`` runs smaller cases on SGLang's CPU engine, to show that this program works.
 
-Exit status 0 if every case passed. A case that did not run in time is one that failed.
+The exit status is 0 if every case passed. A case that did not run in time has failed.
 """
 
 from __future__ import annotations
@@ -39,16 +39,17 @@ from benchmarks.tiny_server import BUSY_CHECK, STRICT, TinyServer, gpu_names, pl
 from tests import newcomer
 from tests.gpu import adapters, crowd, families, speculation
 
-#: Servers that start at once: each compiles kernels and loads torch in three processes. Cores that one keeps busy
-#: meanwhile, and how many start whatever the host.
+#: Cores that a starting server keeps busy: it compiles kernels and loads torch in three processes. Then the number of
+#: servers that start at once on any host.
 CORES_TO_START, LEAST_STARTING = 4, 5
-#: Kept of the time for stopping and writing.
+#: Seconds of the time that are kept for stopping and writing.
 RESERVE = 15
-#: Every batch is decoded in a graph. More would only make the start longer.
+#: Makes graphs as large as the largest batch, so that every batch is decoded in a graph. Larger ones would only take
+#: longer to start.
 GRAPHS = ("--cuda-graph-max-bs-decode",)
 CASE_MODEL, HYBRID_MODEL, NEWCOMER = "qwen3", "qwen3_next", newcomer.STANDIN.name
 ADAPTED = "llama"
-#: The row of a task of which nothing is known.
+#: The row of a task that has no result.
 NOT_ENDED = {
     "model": "",
     "case": "",
@@ -61,20 +62,20 @@ NOT_ENDED = {
     "seconds": None,
     "detail": "not in the time given",
 }
-#: SGLang's backend for a CPU takes locations of one of the two pools of such models for the other's.
+#: For models with windows, SGLang's backend for a CPU mistakes locations of one pool for the other's.
 WINDOWS_IN_PLAIN_POOL = "--disable-hybrid-swa-memory"
-#: What SGLang refuses to serve on a CPU.
+#: Models that SGLang refuses to serve on a CPU.
 GPU_ONLY = ("gpt_oss",)
 NGRAM = speculation.flags("ngram", Path())
-#: Models whose answers with drafts are compared with those without, by what ``--only`` calls them. A model drafts for
-#: itself where it has nothing but a KV cache.
+#: Models whose answers with drafts are compared with those without, by their names in ``--only``. A model with nothing
+#: but a KV cache drafts for itself.
 DRAFTED = {"speculation": CASE_MODEL, "spec_gpt_oss": "gpt_oss", "spec_qwen3_next": HYBRID_MODEL}
 DRAFTED_ON_CPU = {"speculation": CASE_MODEL, "spec_mellum": "mellum"}
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How a model is spread over GPUs; ``name`` is of its rows' cases."""
+    """A distribution of a model over GPUs; ``name`` begins the names of its rows' cases."""
 
     name: str = ""
     tp: int = 1
@@ -84,7 +85,7 @@ class Layout:
     def command(self) -> list[str]:
         if self.tp == 1:
             return []
-        # NCCL only: multicast and peer memory are not what is tested, and not every host may use them.
+        # NCCL only: multicast and peer memory are not under test, and not every host supports them.
         return [
             *("--tp-size", str(self.tp), "--dp-size", str(self.dp), "--disable-custom-all-reduce"),
             *("--enforce-disable-flashinfer-allreduce-fusion", *self.flags),
@@ -96,7 +97,7 @@ NO_VARIABLES: Mapping[str, str] = MappingProxyType({})
 SPREAD = (
     ("llama", Layout("tp 2", 2)),
     ("qwen3_moe", Layout("dp attention", 2, 2, ("--enable-dp-attention",))),
-    # Each worker has the dense layers whole, so tokens are padded to a multiple of the attention's workers.
+    # Each worker has whole dense layers, so tokens are padded to a multiple of the attention's workers.
     ("gpt_oss", Layout("tp 2", 2)),
     ("glm4_moe", Layout("padded tokens", 2, 1, ("--moe-dense-tp-size", "1"))),
     ("glm4_moe", Layout("dp attention, padded", 4, 2, ("--enable-dp-attention", "--moe-dense-tp-size", "1"))),
@@ -104,14 +105,14 @@ SPREAD = (
 
 
 class Suite:
-    """Runs tasks in lanes until the deadline, and keeps the result file current."""
+    """Runs tasks in lanes until the deadline and keeps the result file up to date."""
 
     def __init__(self, args: argparse.Namespace, folder: Path, gpus: int) -> None:
         self.args, self.folder, self.gpus, self.cpu = args, folder, gpus, args.device == "cpu"
         self.begin = time.monotonic()
         self.deadline = self.begin + 60 * args.minutes - RESERVE
         self.rows: list[dict] = []
-        self.missing: dict[str, dict] = {}  # rows of what has not ended, by task
+        self.missing: dict[str, dict] = {}  # rows of tasks that have not ended
         self.said: dict[tuple, families.Said] = {}
         self.drafted: dict[tuple[str, str], speculation.Said] = {}
         self.running: set[TinyServer] = set()
@@ -120,7 +121,7 @@ class Suite:
         self.lock, self.starting = threading.Lock(), threading.Semaphore(starting)
         self.env = {**STRICT, **plugin_path(folder)}
         if self.cpu:
-            from tests import ngrams  # needs SGLang in this process
+            from tests import ngrams  # imports SGLang in this process
 
             self.env |= ngrams.on_cpu(self.env.get("PYTHONPATH"))
         self.families = families.CPU if self.cpu else families.GPU
@@ -169,7 +170,7 @@ class Suite:
         self, name: str, model: TinyModel, flags: Sequence[str], layout: Layout, env: dict[str, str]
     ) -> TinyServer:
         with self.lock:
-            # A server of one GPU takes the next one in turn; others take the first ones.
+            # Servers with one GPU take the GPUs in turn; others take the first ones.
             gpus = list(range(layout.tp)) if layout.tp > 1 else [self.turn % max(self.gpus, 1)]
             self.turn += layout.tp == 1
             path = model.write(self.folder)  # two servers of a model may start at once
@@ -193,7 +194,7 @@ class Suite:
         layout: Layout = ONE,
         env: Mapping[str, str] = NO_VARIABLES,
     ):
-        """What ``use(server)`` gives; the server's log goes with whatever it raises."""
+        """Starts a server and returns the result of ``use(server)``; any error gets the server's log."""
         server = self.server(name, model, flags, layout, env)
         with self.starting:
             left = self.deadline - time.monotonic()
@@ -219,7 +220,7 @@ class Suite:
     # -- tasks ------------------------------------------------------------------------------------------------
 
     def family(self, model: TinyModel, layout: Layout, method: str) -> None:
-        """One server of a model; whichever of its servers is last makes the rows."""
+        """Runs one server of a model; the last of the model's servers makes the rows."""
         plain = method == "none"
         flags = self.families.flags() + ([] if plain else self.families.quantized_flags(method))
         if plain and self.cpu and model.has_windows:
@@ -227,7 +228,7 @@ class Suite:
         flags += SERVER_FLAGS if model.is_hybrid else ()
         name = "-".join(filter(None, (model.name, layout.name.replace(" ", "_").replace(",", ""), method)))
         begin = time.monotonic()
-        env = {BUSY_CHECK: "0"} if layout.tp > 1 else {}  # it knows nothing of a worker's empty batches
+        env = {BUSY_CHECK: "0"} if layout.tp > 1 else {}  # the check does not know of a worker's empty batches
         said = self.serve(name, model, flags, lambda server: families.ask(server, self.families, plain), layout, env)
         said.seconds = time.monotonic() - begin
         key = (model.name, layout)
@@ -255,7 +256,7 @@ class Suite:
                 self.add(model.name, case, layout, passed, ours.seconds, found, bound, more)
 
     def drafts(self, way: str, name: str) -> None:
-        """One way to draft for a model, or none; whichever of both ends last makes the rows."""
+        """Runs one way to draft for a model, or none; the last of the two servers to compare makes the rows."""
         model = MODELS[name]
         plain_model = not (model.has_windows or model.is_hybrid)
         if model.is_hybrid:
@@ -277,13 +278,13 @@ class Suite:
         case = f"drafts ({way}): nothing left when idle and flushed"
         self.add(model.name, case, ONE, not said.left, said.seconds, left, none, "; ".join(said.left))
         for other in ours if plain else []:
-            # Of an echo, drafts are accepted where an answer repeats a token; a random layer knows nothing.
+            # The echo model's drafts are accepted where an answer repeats a token; a random layer guesses nothing.
             least = 1.1 if plain_model or other == "ngram" else 1.0
             for case, passed, found, bound, more in speculation.compare(self.drafted[name, other], plain, other, least):
                 self.add(model.name, case, ONE, passed, said.seconds, found, bound, more)
 
     def adapters(self) -> None:
-        """Two servers with LoRA adapters, one after the other."""
+        """Runs two servers with LoRA adapters, one after the other."""
         begin, said, model = time.monotonic(), {}, MODELS[ADAPTED]
         more = adapters.flags(self.folder / "adapters", model, self.cpu)
         for name, own in (("none", ()), ("turboquant", adapters.OURS)):
@@ -294,7 +295,7 @@ class Suite:
             self.add(model.name, case, ONE, passed, time.monotonic() - begin, found, bound, detail)
 
     def newcomer(self) -> None:
-        """README's own lines on this host, before anything else is: its server takes the GPU's memory."""
+        """Runs README's own commands on this host before all else, because their server takes the GPU's memory."""
         begin, page = time.monotonic(), (newcomer.ROOT / "README.md").read_text()
         node = newcomer.Node(self.folder / "node", cpu=self.cpu).prepare()
         node.run(newcomer.INSTALLS["installed"], node.clone)
@@ -305,8 +306,8 @@ class Suite:
         )
 
     def case(self, name: str) -> None:
-        """The cases of one crowded server."""
-        # Deep, so that a step takes long enough for the scheduler to get ahead of it.
+        """Runs the cases of one crowded server."""
+        # The model is deep, so that a step lasts long enough for the scheduler to get ahead of it.
         flags, steps, env = {
             "crowd": (self.cases.crowd_flags(), crowd.crowd, {}),
             "pressed": (self.cases.pressed_flags(), crowd.pressed, crowd.PRESSED),
@@ -321,7 +322,7 @@ class Suite:
             "mixed": (self.cases.mixed_flags(), crowd.mixed, {}),
         }[name]
         family = self.case_model(name)
-        few, many = (6, 18) if family == HYBRID_MODEL else (4, 16)  # a hybrid's layers repeat after some
+        few, many = (6, 18) if family == HYBRID_MODEL else (4, 16)  # a hybrid's layers form a pattern that repeats
         model = replace(MODELS[family], name=f"{family}_deep", layers=few if self.cpu else many)
         last = [time.monotonic()]
 
@@ -335,13 +336,13 @@ class Suite:
         self.serve(name, model, flags, use, env=env)
 
     def case_model(self, name: str) -> str:
-        """The model of a crowded server."""
+        """Returns the model of a crowded server."""
         if name == "hybrid":
             return HYBRID_MODEL
         return CASE_MODEL if name != "windows" else "mellum" if self.cpu else "gpt_oss"
 
     def tasks(self) -> list[tuple[str, str, Callable[[], None]]]:
-        """(model, what, task), those first that compile kernels which others wait for."""
+        """Returns (model, what, task) of all tasks; tasks that compile kernels for others come first."""
         only = set(filter(None, self.args.only.split(",")))
         wanted = lambda *names: not only or bool(only & set(names))  # noqa: E731
         ours, plain, later = [], [], []
@@ -365,7 +366,7 @@ class Suite:
             if wanted(called, "speculation"):
                 task = lambda way, name=name: lambda: self.drafts(way, name)  # noqa: E731
                 ways = (*speculation.WAYS, *(["nextn"] if MODELS[name].is_hybrid else []))
-                if self.cpu:  # for which SGLang has no draft models
+                if self.cpu:  # where SGLang has no draft models
                     ways = speculation.WAYS[:2]
                 cases += [(name, f"drafts, {way}", task(way)) for way in ways]
         if wanted("speculation"):
@@ -401,7 +402,7 @@ class Suite:
                 future.cancel()
             with self.lock:
                 left = list(self.running)
-            for server in left:  # their tasks' requests fail at once
+            for server in left:  # fails the requests of their tasks at once
                 server.stop()
             pool.shutdown(wait=False, cancel_futures=True)
             wait([f for f in futures if not f.cancelled()], timeout=8)
@@ -410,7 +411,7 @@ class Suite:
         return self.summary()
 
     def guarded(self, model: str, what: str, task: Callable[[], None]) -> None:
-        """A task whose failure is a row."""
+        """Runs a task; a failure becomes a row."""
         key = f"{model}: {what}"
         try:
             task()
@@ -474,7 +475,7 @@ def main(words: Sequence[str] | None = None) -> int:
     if args.device == "cuda" and not names:
         raise SystemExit("no GPU: nvidia-smi lists none. --device cpu tries the program on SGLang's CPU engine.")
     gpus = min(args.gpus or len(names), len(names))
-    # A signal ends the servers too: each is in a process group of its own.
+    # A signal ends the servers too, although each is in its own process group.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with tempfile.TemporaryDirectory(prefix="kvq-gpu-", ignore_cleanup_errors=True) as temporary:
         folder = args.logs or Path(temporary)
@@ -488,4 +489,4 @@ def main(words: Sequence[str] | None = None) -> int:
 if __name__ == "__main__":
     code = main()
     sys.stdout.flush()
-    os._exit(code)  # a thread may still wait for a server that is gone
+    os._exit(code)  # a thread may still wait for a server that has ended

@@ -1,4 +1,4 @@
-"""Servers with LoRA adapters: what each adapter says with ``--kv-quant`` against plain BF16, by log-probabilities."""
+"""Servers with LoRA adapters: each adapter's log-probabilities with ``--kv-quant`` against those of plain BF16."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from benchmarks.tiny_server import TinyServer, body
 from tests.gpu.families import ROUNDING, Scale, prompt
 
 NAMES = (None, "first", "second")
-#: Of the quantizing server: values are rotated by a matrix per head, at run time.
+#: Flags of the quantizing server: it rotates values by a matrix per head, at run time.
 OURS = ("--kv-quant", "turboquant", "--kv-quant-bits", "4", "--kv-quant-prefill-window", "0")
 
 
 def flags(folder: Path, model: TinyModel, cpu: bool) -> list[str]:
-    """Of both servers."""
+    """Returns the flags of both servers."""
     adapters = [(name, tiny_adapters.write(folder / name, model, seed)) for seed, name in enumerate(NAMES) if name]
     paths = [f"{name}={path}" for name, path in adapters]
     return [*tiny_adapters.FLAGS, *(["--lora-backend", "torch_native"] if cpu else []), "--lora-paths", *paths]
 
 
 def ask(server: TinyServer, scale: Scale) -> dict[tuple[str | None, str], list[float]]:
-    """Log-probabilities by adapter and prompt."""
+    """Returns log-probabilities by adapter and prompt."""
     short, long = prompt("adapter short", scale.short[-1]), prompt("adapter long", scale.long[0])
     prompts = {"short": short, "long": long, "wrong": another_page(long, 2, 0, VOCABULARY)}
     return {
@@ -37,7 +37,7 @@ def ask(server: TinyServer, scale: Scale) -> dict[tuple[str | None, str], list[f
 
 
 def compare(ours: dict, plain: dict, scale: Scale) -> Iterator[tuple[str, bool, Difference, Bound, str]]:
-    """(case, passed, difference, bound, more) of each adapter."""
+    """Yields (case, passed, difference, bound, more) for each adapter."""
     bound, begin = Bound(ROUNDING, 10 * ROUNDING), scale.recent + 64 + scale.chunk
     for name in NAMES:
         found = token_difference(ours[name, "short"], plain[name, "short"])

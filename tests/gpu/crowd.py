@@ -1,4 +1,4 @@
-"""One server under what its schedulers do at once: every answer must be the same request's answer alone."""
+"""One server whose schedulers do everything at once: each answer must be the one that the request gets alone."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ class Scale:
 
     Attributes:
         shared, short, long: tokens of a shared prefix, and of the two prompts that begin with it.
-        pairs: in a batch; rounds: of batches.
-        answers, length: of the retraction case: requests and tokens to answer.
-        aborts: prompts ended in mid-prefill.
+        pairs, rounds: pairs in a batch, and batches.
+        answers, length: requests of the retraction case, and tokens to answer.
+        aborts: prompts aborted in mid-prefill.
     """
 
     shared: int
@@ -57,7 +57,7 @@ class Scale:
     chunk: int
 
     def crowd_flags(self) -> list[str]:
-        """Of a server that takes a whole batch of pairs in one prefill."""
+        """Returns flags of a server that takes a whole batch of pairs in one prefill."""
         budget = str(-(-(self.pairs * (self.short + self.long) + self.huge) // 1024) * 1024)
         return [
             *("--kv-quant", "int4", "--chunked-prefill-size", budget, "--max-prefill-tokens", budget),
@@ -66,7 +66,10 @@ class Scale:
         ]
 
     def pressed_flags(self, sessions: bool = True) -> list[str]:
-        """Of a server with little room: small chunks, retraction, priorities, and sessions that keep their rows."""
+        """Returns flags of a server with little room.
+
+        It has small chunks, retraction, priorities, and sessions that keep their rows.
+        """
         return [
             *(
                 "--kv-quant",
@@ -82,7 +85,7 @@ class Scale:
         ]
 
     def mixed_flags(self) -> list[str]:
-        """Of a server that prefills and decodes in one batch."""
+        """Returns flags of a server that prefills and decodes in one batch."""
         return [
             *("--kv-quant", "int4", "--chunked-prefill-size", str(self.chunk), "--context-length", str(self.huge)),
             *("--max-total-tokens", str(self.pool), "--max-running-requests", str(self.answers)),
@@ -90,21 +93,22 @@ class Scale:
         ]
 
     def window_flags(self) -> list[str]:
-        """Of a server with little room in both pools, where a model has sliding windows."""
+        """Returns flags of a server with little room in both pools, for a model with sliding windows."""
         flags = [flag for flag in self.pressed_flags() if flag != "--enable-streaming-session"]
         return [*flags, "--swa-full-tokens-ratio", "0.4"]
 
 
 GPU = Scale(576, 600, 1576, 8, 10, 8, 8, 160, 24, 6000, 65536, 8192, 256)
 CPU = Scale(128, 150, 500, 2, 2, 4, 4, 40, 3, 1200, 8192, 2048, 128)
-#: SGLang's own knob retracts as if memory had run out, every so many steps. Its check between steps counts the tokens
-#: of two batches; with sessions, aborts and preemption others hold some too, so here only the idle server is checked.
+#: SGLang's own switch retracts at intervals, as if memory had run out. Its check between steps counts the tokens of
+#: two batches. With sessions, aborts and preemption other requests hold tokens too, so here only the idle server is
+#: checked.
 PRESSED = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "40", BUSY_CHECK: "0"}
 
 
 def crowd(server: TinyServer, scale: Scale, deadline: float) -> Iterator[Row]:
-    """Cases of ``crowd_flags``."""
-    for n in range(2):  # kernels that compile at their first use
+    """Yields the cases of ``crowd_flags``."""
+    for n in range(2):  # kernels compile at their first use
         greedy(server, [prompt(f"warm {n} {i}", scale.long + 70 * i) for i in range(2)], 3)
     bound = yield from _noise(server, scale)
     yield _overlapping(server, scale, bound, deadline)
@@ -115,7 +119,7 @@ def crowd(server: TinyServer, scale: Scale, deadline: float) -> Iterator[Row]:
 
 
 def pressed(server: TinyServer, scale: Scale, deadline: float, sessions: bool = True) -> Iterator[Row]:
-    """Cases of ``pressed_flags``."""
+    """Yields the cases of ``pressed_flags``."""
     greedy(server, [prompt(f"warm {i}", 3 * scale.chunk + 70 * i) for i in range(2)], 3)
     bound = yield from _forced_noise(server, scale)
     yield _retracted(server, scale, bound)
@@ -127,7 +131,7 @@ def pressed(server: TinyServer, scale: Scale, deadline: float, sessions: bool = 
 
 
 def pressed_windows(server: TinyServer, scale: Scale, deadline: float) -> Iterator[Row]:
-    """Cases of ``window_flags``."""
+    """Yields the cases of ``window_flags``."""
     greedy(server, [prompt(f"warm {i}", 3 * scale.chunk + 70 * i) for i in range(2)], 3)
     bound = yield from _forced_noise(server, scale)
     yield _retracted(server, scale, bound)
@@ -138,14 +142,14 @@ def pressed_windows(server: TinyServer, scale: Scale, deadline: float) -> Iterat
 
 
 def mixed(server: TinyServer, scale: Scale, deadline: float) -> Iterator[Row]:
-    """Cases of ``mixed_flags``."""
+    """Yields the cases of ``mixed_flags``."""
     greedy(server, [prompt(f"warm {i}", 3 * scale.chunk + 70 * i) for i in range(2)], 3)
     yield from _mixed(server, scale)
     yield _empty(server)
 
 
 def hybrid(server: TinyServer, scale: Scale, deadline: float) -> Iterator[Row]:
-    """Cases of ``pressed_flags`` for a model with recurrent states, whose prefixes end where a state was kept."""
+    """Yields the cases of ``pressed_flags`` for a model with recurrent states, whose prefixes end at a kept state."""
     greedy(server, [prompt(f"warm {i}", 3 * scale.chunk + 70 * i) for i in range(2)], 3)
     bound = yield from _forced_noise(server, scale)
     yield _retracted(server, scale, bound)
@@ -172,7 +176,7 @@ def alone(server: TinyServer, ids: list[int], tokens: int) -> list:
 
 
 def _noise(server: TinyServer, scale: Scale):
-    """Unrelated prompts in one batch against each alone: what may differ. And what a wrong page does."""
+    """Sets the bound by unrelated prompts in one batch against each alone, and shows a wrong page's effect."""
     prompts = [prompt(f"noise {n}", (scale.short, scale.long)[n % 2]) for n in range(2 * scale.pairs)]
     server.drain()
     batch = [steps(reply) for reply in greedy(server, prompts, scale.answer)]
@@ -187,7 +191,7 @@ def _noise(server: TinyServer, scale: Scale):
 
 
 def _overlapping(server: TinyServer, scale: Scale, bound: Bound, deadline: float) -> Row:
-    """Cold requests of one prefill batch that share a prefix and differ in length, again and again."""
+    """Compares cold requests that share a prefix in one prefill batch and differ in length, in several rounds."""
     found, cold, rounds = [], 0, 0
     for n in range(scale.rounds):
         if time.monotonic() > deadline:
@@ -198,7 +202,7 @@ def _overlapping(server: TinyServer, scale: Scale, bound: Bound, deadline: float
             lengths = (scale.short, scale.long) if (n + p) % 2 else (scale.long, scale.short)
             pairs += [prefix + prompt(f"own {n} {p} {length}", length - scale.shared) for length in lengths]
         server.drain()
-        # While the first is in prefill all others arrive, so that they make one batch.
+        # All others arrive while the first one is in prefill, so that they form one batch.
         replies = greedy(server, [prompt(f"first {n}", scale.huge), *pairs], scale.answer)[1:]
         cold += sum(reply["meta_info"]["cached_tokens"] == 0 for reply in replies)
         rounds += 1
@@ -217,7 +221,7 @@ def _parallel(server: TinyServer, scale: Scale, bound: Bound) -> Row:
     server.drain()
     replies = greedy(server, ids, scale.answer, sampling_params={"n": 4})
     cold = [greedy_difference(steps(reply), single) for reply in replies]
-    # All but the first may attend to its pages, quantized, instead of their own prompt: then that is compared.
+    # All answers but the first may read the first one's quantized pages; then they are compared with such an answer.
     warm = steps(greedy(server, ids, scale.answer))
     found = joined(
         [min(a, greedy_difference(steps(reply), warm), key=lambda d: d.max) for a, reply in zip(cold, replies)]
@@ -243,7 +247,7 @@ def _flushed_while_busy(server: TinyServer, scale: Scale, bound: Bound) -> Row:
 
 
 def _sessions(server: TinyServer, scale: Scale, streaming: bool) -> Row:
-    """Turns of a session, others in between; each turn's answer is forced through the whole history afterwards."""
+    """Compares a session's turns, which alternate with other requests, with their answers forced over all history."""
     options = {"streaming": True} if streaming else {}
     session = server.json("/open_session", {"capacity_of_str_len": 1 << 20, **options}, timeout=60)
     history, rid, turns, cached = [], None, [], []
@@ -259,7 +263,7 @@ def _sessions(server: TinyServer, scale: Scale, streaming: bool) -> Row:
         greedy(server, [prompt(f"between {turn} {n}", 130 + 64 * n) for n in range(2)], 3)
     server.request("/close_session", {"session_id": session}, timeout=60)
     found = [token_difference(said, forced(server, before, answer)) for before, answer, said in turns]
-    # A later turn's prefix was quantized in pieces, the forced one's at once: as far apart as 4 bits are from BF16.
+    # A later turn's prefix was quantized in pieces, the forced one's at once: they differ as much as 4 bits from BF16.
     seen, bound = joined(found), Bound(0.15, 2.0)
     reused = all(now >= before for before, now in pairwise(cached)) and cached[-1] >= scale.short
     name = "streaming session" if streaming else "session"
@@ -272,7 +276,7 @@ def _empty(server: TinyServer) -> Row:
 
 
 def _forced_noise(server: TinyServer, scale: Scale):
-    """Answers of requests alone, each forced afterwards: what forcing may differ by."""
+    """Compares single requests' answers with the same answers forced afterwards, which gives the bound for forcing."""
     prompts = [prompt(f"alone {n}", 3 * scale.chunk + 40 * n) for n in range(3)]
     found = []
     for ids in prompts:
@@ -296,13 +300,13 @@ def _retracted(server: TinyServer, scale: Scale, bound: Bound) -> Row:
     count = sum(reply["meta_info"].get("num_retractions", 0) for reply in replies)
     count = count or server.log().count("#retracted_reqs")
     seen = joined([check(server, ids, reply) for ids, reply in zip(prompts, replies)])
-    # What a retracted request had answered becomes prompt: quantized in other company than when it was decoded.
+    # A retracted request's answer becomes prompt, so its pages are quantized with other tokens than while decoding.
     wider = Bound(2 * bound.mean, 3 * bound.max)
     return "retraction", count > 0 and wider.holds(seen), seen, wider, f"{count} retractions"
 
 
 def _aborted(server: TinyServer, scale: Scale, bound: Bound) -> Row:
-    """Prompts of many chunks that end in mid-prefill, by request and by a closed connection, beside one that ends."""
+    """Aborts long prompts in mid-prefill, by request or by closing the connection, while another request ends."""
     rng = random.Random(5)
     ids = prompt("witness", 2 * scale.chunk + 30)
     server.drain()
@@ -315,7 +319,7 @@ def _aborted(server: TinyServer, scale: Scale, bound: Bound) -> Row:
             threading.Timer(delay, _quietly, (server, "/abort_request", {"rid": rid})).start()
         with suppress(OSError), server.stream("/generate", asked) as response:
             if n % 2 == 0:
-                time.sleep(delay)  # then the connection is closed
+                time.sleep(delay)  # the connection is closed next
             else:
                 response.read()
 
@@ -326,7 +330,7 @@ def _aborted(server: TinyServer, scale: Scale, bound: Bound) -> Row:
         for job in jobs:
             job.result(timeout=240)
     _quietly(server, "/abort_request", {"rid": "", "abort_all": True})
-    wider = Bound(2 * bound.mean, 3 * bound.max)  # it may have been retracted
+    wider = Bound(2 * bound.mean, 3 * bound.max)  # the request may have been retracted
     seen = check(server, ids, reply)
     left = server.held_when_empty()
     return (
@@ -344,7 +348,7 @@ def _quietly(server: TinyServer, path: str, asked: dict) -> None:
 
 
 def _prioritised(server: TinyServer, scale: Scale, bound: Bound) -> Row:
-    """Urgent requests push running ones out; all answers are checked."""
+    """Checks all answers while urgent requests preempt running ones."""
     server.drain()
     low = [prompt(f"low {n}", scale.chunk + 40 * n) for n in range(scale.answers)]
     high = [prompt(f"high {n}", 2 * scale.chunk + 40 * n) for n in range(2)]
@@ -362,7 +366,10 @@ def _prioritised(server: TinyServer, scale: Scale, bound: Bound) -> Row:
 
 
 def _mixed(server: TinyServer, scale: Scale) -> Iterator[Row]:
-    """Prompts that come while others decode. SGLang mixes no batch that returns log-probabilities: see ``behind``."""
+    """Checks answers of prompts that arrive while others decode.
+
+    SGLang mixes no batch that returns log-probabilities, so these come from ``behind``.
+    """
     prompts = [prompt(f"mixed {n}", 2 * scale.chunk + 90 * n) for n in range(scale.answers)]
 
     def ask(n: int) -> list[int]:
@@ -380,7 +387,7 @@ def _mixed(server: TinyServer, scale: Scale) -> Iterator[Row]:
     seen = joined([behind(server, ids, answer) for ids, answer in zip(prompts, answers)])
     more = f"{beside} of {len(lines)} prefill batches beside running requests"
     yield "mixed batches", beside > 2 and bound.holds(seen), seen, bound, more
-    # Of all: a random model may fall into repeating a few tokens, which no page changes.
+    # All answers count, because a random model may begin to repeat a few tokens, which no page changes.
     read = [another_page(ids, 1, 1, VOCABULARY) for ids in prompts]
     wrong = joined([behind(server, ids, answer) for ids, answer in zip(read, answers)])
     yield "control: a wrong page, mixed", wrong.mean > 3 * bound.mean, wrong, bound, "must be far outside"

@@ -1,8 +1,8 @@
-"""Every family served: what a server with ``--kv-quant`` says against plain BF16, by log-probabilities.
+"""Every served family: log-probabilities of a server with ``--kv-quant`` against those of plain BF16.
 
-Short prompts lie within sinks and window, so that everything they read is BF16: both servers must agree to BF16's own
-noise, which two servings of the same prompts by the plain server show. Long prompts read quantized history: there they
-must be nearer to each other than a single wrong page would put them.
+Short prompts fit sinks and window, so everything they read is BF16. There both servers must agree within BF16's own
+noise, which the plain server shows by serving the same prompts twice. Long prompts read quantized history. There the
+servers must be closer to each other than a single wrong page would put them.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from benchmarks.answers import (
 from benchmarks.tiny_models import VOCABULARY
 from benchmarks.tiny_server import TinyServer, body
 
-#: What BF16's rounding alone may differ by, mean, in nats: these models' log-probabilities in BF16 are 0.015 to 0.042
-#: from those in FP32, while a token exchanged for another moves them by 0.1 and a page by 0.8.
+#: Mean difference that BF16's rounding alone may cause, in nats. These models' log-probabilities in BF16 differ by
+#: 0.015 to 0.042 from those in FP32. A wrong token moves them by 0.1 and a wrong page by 0.8.
 ROUNDING = 0.04
 
 
 @dataclass(frozen=True)
 class Scale:
-    """Sizes in tokens; ``short`` prompts and an answer fit sinks (64) and window."""
+    """Sizes in tokens; ``short`` prompts with their answers fit sinks (64) and window."""
 
     recent: int
     chunk: int
@@ -44,14 +44,14 @@ class Scale:
     requests: int
 
     def flags(self) -> list[str]:
-        """Of both servers."""
+        """Returns the flags of both servers."""
         return [
             *("--chunked-prefill-size", str(self.chunk), "--context-length", str(max(self.long) + 256)),
             *("--max-total-tokens", str(self.pool), "--max-running-requests", str(self.requests)),
         ]
 
     def quantized_flags(self, method: str = "int4") -> list[str]:
-        """Of the quantizing one: 4 bits are nearly lossless, so that a wrong page stands out."""
+        """Returns the quantizing server's flags: 4 bits are nearly lossless, so a wrong page stands out."""
         return ["--kv-quant", method, "--kv-quant-recent", str(self.recent), "--kv-quant-prefill-window", "0"]
 
 
@@ -60,14 +60,14 @@ CPU = Scale(256, 128, (90, 190, 290), (600, 500), 20, 6, 4096, 8)
 
 
 def prompt(seed: str, tokens: int) -> list[int]:
-    """Random ids, the same for the same seed."""
+    """Returns random ids that depend on the seed only."""
     rng = random.Random(seed)
     return [rng.randrange(2, VOCABULARY) for _ in range(tokens)]
 
 
 @dataclass
 class Said:
-    """What one server said: log-probabilities of prompts' tokens, and greedy answers, by what was asked."""
+    """One server's results by request name: log-probabilities of prompts' tokens, and greedy answers."""
 
     inputs: dict[str, list[list[float]]] = field(default_factory=dict)
     answers: dict[str, list[list]] = field(default_factory=dict)
@@ -77,7 +77,7 @@ class Said:
 
 
 def ask(server: TinyServer, scale: Scale, plain: bool) -> Said:
-    """The requests of one server; a plain one also shows its noise and what a wrong page does."""
+    """Sends all requests to one server; a plain one also shows its noise and the effect of a wrong page."""
     begin, said = time.monotonic(), Said()
     short = [prompt(f"short {n}", length) for n, length in enumerate(scale.short)]
     long = [prompt(f"long {n}", length) for n, length in enumerate(scale.long)]
@@ -97,7 +97,7 @@ def ask(server: TinyServer, scale: Scale, plain: bool) -> Said:
     said.answers["short"] = [steps(reply) for reply in together]
     server.drain()
     read("long", long)
-    # A prefix hit, then a few new tokens after a long stored prefix.
+    # The next turns: a prefix hit, then a few new tokens after a long stored prefix.
     longer = turns(long)
     said.inputs["long turn"] = []
     for ids, more in zip(long, longer):
@@ -132,7 +132,7 @@ def _inputs(a: Said, b: Said, first: str, second: str | None = None, skip: int =
 def compare(
     ours: Said, plain: Said, scale: Scale, method: str = "int4"
 ) -> Iterator[tuple[str, bool, Difference, Bound, str]]:
-    """(case, passed, difference, bound, more) of one model."""
+    """Yields (case, passed, difference, bound, more) for one model."""
     noise = [
         _inputs(plain, plain, "short", "short together"),
         token_difference(
@@ -150,11 +150,11 @@ def compare(
     ):
         yield f"{method}, {case}", bound.holds(found), found, bound, spread
     if method == "int4":
-        # The page exchanged is the first; only what follows it is compared.
+        # The first page is exchanged; only the tokens after it are compared.
         wrong = _inputs(plain, plain, "short", "short, a page exchanged", skip=64)
         yield "control: a wrong page beside BF16", wrong.mean > 5 * bound.mean, wrong, bound, "must be far outside"
 
-    # The first history is read once a chunk begins after sinks, window and a page: before, everything is BF16.
+    # A history is read once a chunk begins after sinks, window and a page; before that, everything is BF16.
     begin = scale.recent + 64 + scale.chunk
     wrong = _inputs(plain, plain, "long", "long, a page exchanged", skip=begin)
     near = Bound(wrong.mean / 2, max(wrong.max, 1.0))

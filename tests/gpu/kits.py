@@ -1,4 +1,4 @@
-"""SGLang's own test kits (``sglang.test``) against a running server, by whichever release is installed here.
+"""The installed SGLang's own test kits (``sglang.test``) against a running server.
 
     python -m tests.gpu.kits --url http://127.0.0.1:30000 --kl 0.02 --output kits.json
 
@@ -39,7 +39,7 @@ PAGE = 64
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much each kit does; lengths in tokens. ``kl`` is the most that decoding and prefilling may differ."""
+    """Amounts of work for the kits; lengths in tokens."""
 
     clients: int
     rounds: int
@@ -99,11 +99,11 @@ CPU = Sizes(
 
 @dataclass
 class Target:
-    """The server a kit talks to.
+    """The server that a kit tests.
 
     Attributes:
-        kl: the most that a token's log-probabilities of decoding and of prefilling may differ, as the kits measure it.
-        tolerance: by how much log-probabilities of the same context may differ between batches.
+        kl: the largest KL between a token's log-probabilities of decoding and of prefilling, as the kits measure it.
+        tolerance: the largest difference between log-probabilities of the same context in different batches.
     """
 
     url: str
@@ -122,14 +122,14 @@ class Target:
         return AutoTokenizer.from_pretrained(self.model)
 
     def poll(self) -> int | None:
-        """As of a process: None while the server answers."""
+        """Returns None while the server answers, like ``poll`` of a running process."""
         with contextlib.suppress(requests.RequestException):
             if requests.get(f"{self.url}/health", timeout=60).status_code == 200:
                 return None
         return 1
 
     def texts(self, count: int, tokens: int) -> list[list[int]]:
-        """Different pieces of English, as ids."""
+        """Returns different pieces of English, as ids."""
         ids = self.tokenizer(held_out_text()).input_ids
         if len(ids) < count * tokens:
             ids = self.tokenizer(held_out_text(everything=True)).input_ids
@@ -143,7 +143,7 @@ class Target:
 
 
 def _kit(name: str) -> ModuleType:
-    """``sglang.test.NAME``. Some kits import the ``datasets`` package for samples that are not used here."""
+    """Imports ``sglang.test.NAME``. Some kits import the ``datasets`` package for samples that are not used here."""
     if "datasets" not in sys.modules and importlib.util.find_spec("datasets") is None:
         absent = ModuleType("datasets")
         absent.load_dataset = absent.Dataset = absent.load_from_disk = None
@@ -152,10 +152,10 @@ def _kit(name: str) -> ModuleType:
 
 
 def _run_case(target: Target, mixin: type, tests: tuple[str, ...], **attributes) -> dict:
-    """Run methods of a kit that is written as a mixin of ``unittest``.
+    """Runs methods of a kit that is written as a mixin of ``unittest``.
 
     Raises:
-        AssertionError: with the traceback of the first that failed.
+        AssertionError: a method failed; the message is its traceback.
     """
     names = {"base_url": target.url, "process": SimpleNamespace(poll=target.poll), "model": target.model}
     case = type(mixin.__name__, (mixin, unittest.TestCase), {**names, **attributes})
@@ -171,7 +171,7 @@ def _run_case(target: Target, mixin: type, tests: tuple[str, ...], **attributes)
 
 
 def cache_hit(target: Target) -> dict:
-    """Turns of several clients: all that was prefilled and generated before is found again, to the page."""
+    """Runs turns of several clients: all earlier tokens must be found in the cache, to the page."""
     size = target.sizes
     conversations = [
         {"conversations": [{"value": target.tokenizer.decode(ids)}, {"value": "."}]}
@@ -195,10 +195,10 @@ def cache_hit(target: Target) -> dict:
 
 
 def branching(target: Target) -> dict:
-    """The prefix-branching kit: one prefix goes on in three ways; what each finds in the cache.
+    """Runs the prefix-branching kit: one prefix continues in three ways, and each finds it in the cache.
 
-    The kit's own expectation is that of recurrent models, whose tree keeps a branching point only from the second visit
-    on: with attention alone the second request finds it too.
+    The kit itself expects the behavior of recurrent models, whose tree keeps a branching point only from the second
+    visit on. With attention alone the second request already finds the prefix.
     """
 
     class Case(_kit("kits.prefix_cache_branching_kit").PrefixCacheBranchingMixin):
@@ -208,13 +208,13 @@ def branching(target: Target) -> dict:
     prefix = "hi" * 257
     replies = [Case.send_request_helper(prefix + word * 4 * PAGE) for word in ("this", "here", "that")]
     cached = [reply["meta_info"]["cached_tokens"] for reply in replies]
-    # Whole pages, or single tokens of plain SGLang, which may find a piece of the word that follows as well.
+    # Plain SGLang caches single tokens, so it may also find a part of the following word; only whole pages count.
     assert [n // PAGE * PAGE for n in cached] == [0, 256, 256], cached
     return {"cached": cached}
 
 
 def radix_tree(target: Target) -> dict:
-    """A random tree of prompts, all at once, each with an answer of its own length."""
+    """Runs a random tree of prompts all at once, each with an answer of another length."""
     kit, size = _kit("kits.radix_cache_server_kit"), target.sizes
 
     def tree() -> list[dict]:
@@ -222,7 +222,7 @@ def radix_tree(target: Target) -> dict:
         nodes = generate(size.tree_nodes, size.tree_chunk)
         return [
             {**node, "decode_len": min(node["decode_len"], size.tree_chunk)} for node in nodes
-        ]  # the root's is fixed
+        ]  # the kit fixes the root's length
 
     generate = kit.gen_radix_tree
     with _patched(kit, "gen_radix_tree", tree):
@@ -234,12 +234,12 @@ def radix_tree(target: Target) -> dict:
 
 
 def multiturn_kl(target: Target) -> dict:
-    """Three turns without, with prefix and with decode cache hits in interleaved branches, replayed as prefills."""
+    """Runs three turns in interleaved branches, without and with cache hits, and replays them as prefills."""
     kit, size = _kit("kl_multiturn_utils"), target.sizes
     count = size.groups * size.branches
     texts = target.texts(count, size.prefix)
     turns = [target.suffixes(count, length, seed) for seed, length in enumerate((size.turn // 2, size.turn // 3))]
-    found = kit.make_mamba_decode_assert(PAGE)  # what the cache must hold, in whole pages
+    found = kit.make_mamba_decode_assert(PAGE)  # the number of tokens that must be cached, in whole pages
     common = dict(
         turn_suffixes=turns, max_new_tokens=2 * size.answer, assert_decode_cached_tokens=found, replay_batch_size=2
     )
@@ -269,11 +269,11 @@ def multiturn_kl(target: Target) -> dict:
 
 
 def jitter(target: Target) -> dict:
-    """Prefixes and random cuts of their answers in a shuffled batch: the same context scores the same in each.
+    """Runs prefixes and random cuts of their answers in shuffled batches: one context must score the same in each.
 
-    The kit asks for equal bits, which neither BF16 SGLang nor we have between batches of different shapes: here
-    log-probabilities may differ by ``tolerance``, and a token by what that explains. Its delays of CUDA events
-    need an engine that the kit itself starts.
+    The kit demands equal bits, which neither BF16 SGLang nor our cache has between batches of different shapes. Here
+    log-probabilities may differ by ``tolerance``, and a token where that explains it. The kit's delays of CUDA events
+    need an engine that the kit itself starts, so they are left out.
     """
     kit, size, differences = _kit("cache_consistency_jitter"), target.sizes, []
 
@@ -296,7 +296,7 @@ def jitter(target: Target) -> dict:
 
     def record_scores(observations, *args, **kwargs):
         answer = record(observations, *args, **kwargs)
-        for seen in observations.values():  # only scores count: near-ties may end in different tokens
+        for seen in observations.values():  # compares scores only, because near-ties may end in different tokens
             seen[:] = [(0, scores) for _, scores in seen]
         return answer
 
@@ -357,7 +357,7 @@ def pause(target: Target) -> dict:
 
 
 def streaming_sessions(target: Target) -> dict:
-    """Later turns inherit the cache, and sessions survive aborts of their first and later turns."""
+    """Runs turns that inherit the cache, and sessions that survive aborts of their first and later turns."""
     kit = _kit("kits.streaming_session_kit")
     tests = ("kv_cache_inheritance", "nth_mid_abort_recovery", "first_mid_abort_recovery", "preabort_recovery")
 
@@ -367,15 +367,15 @@ def streaming_sessions(target: Target) -> dict:
             kit.StreamingSessionKitMixin,
             tuple(f"test_{name}" for name in tests),
             tokenizer=target.tokenizer,
-            kv_inherit_offsets=(0, -1),  # without overlap scheduling the last token is computed by the next turn
+            kv_inherit_offsets=(0, -1),  # without overlap scheduling, the next turn computes the last token
         )
 
 
-#: For any server, in the order of ``run``.
+#: Kits for any server, in the order in which ``run`` takes them.
 KITS: dict[str, Callable[[Target], dict]] = {
     kit.__name__: kit for kit in (cache_hit, branching, radix_tree, multiturn_kl, jitter, abort_all, pause)
 }
-#: For servers started for them.
+#: Kits for servers that are started for them.
 MORE = {kit.__name__: kit for kit in (running_timeout, waiting_timeout, streaming_sessions)}
 NEEDS = {
     "running_timeout": "SGLANG_REQ_RUNNING_TIMEOUT=3",
@@ -385,19 +385,19 @@ NEEDS = {
 
 
 def available(kit: str) -> bool:
-    """Whether the installed release has it: the jitter kit came later than the others."""
+    """Returns True if the installed release has the kit: the jitter kit came later than the others."""
     return kit != "jitter" or importlib.util.find_spec("sglang.test.cache_consistency_jitter") is not None
 
 
 def run(url: str, kits: list[str] | None = None, sizes: Sizes = GPU, **limits: float) -> list[dict]:
-    """Run kits one after the other; none stops the next.
+    """Runs kits one after the other; a failing kit does not stop the next.
 
     Args:
-        kits: names out of ``KITS`` and ``MORE``; None is all of ``KITS`` that this release has.
+        kits: names in ``KITS`` and ``MORE``; None means all of ``KITS`` that this release has.
         limits: ``kl`` and ``tolerance`` of ``Target``.
 
     Returns:
-        a row per kit: its name, ``ok``, seconds, the figures it gives, or the error.
+        A row per kit: its name, ``ok``, seconds, and its figures or the error.
     """
     everything, rows = {**KITS, **MORE}, []
     if unknown := set(kits or ()) - set(everything):
@@ -407,7 +407,7 @@ def run(url: str, kits: list[str] | None = None, sizes: Sizes = GPU, **limits: f
         begin = time.monotonic()
         try:
             figures = {"ok": True, **everything[name](target)}
-        except Exception:  # a kit fails in any way: the row says how, and the command ends with 1
+        except Exception:  # whatever a kit raises is reported in its row, and the command exits with 1
             figures = {"ok": False, "error": traceback.format_exc()[-2000:]}
         row = {"kit": name, "sglang": version("sglang"), "seconds": round(time.monotonic() - begin, 1), **figures}
         print(json.dumps(row), flush=True)
@@ -426,7 +426,7 @@ def _patched(owner: ModuleType, name: str, value) -> Iterator[None]:
 
 
 def _to_the_end(kit: ModuleType, tokens: int):
-    """A small model may end its answer before a kit interrupts it: those of ``tokens`` and more go on to the last."""
+    """Makes answers of at least ``tokens`` tokens ignore EOS; a small model may end before a kit interrupts it."""
 
     def post(url: str, json: dict | None = None, **options) -> requests.Response:
         sampling = (json or {}).get("sampling_params", {})

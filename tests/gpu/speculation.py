@@ -1,11 +1,12 @@
-"""Speculative decoding: greedy answers with drafts are those without, token for token, except where two tokens tie.
+"""Speculative decoding: greedy answers equal those without drafts, token for token, except where two tokens tie.
 
-One server without drafts answers everything twice, in batches of different sizes, and reads its answers at the end of
-a prompt, as drafts are verified: how often its own choices part, and by how much the distance of the two likeliest
-tokens changes, is what rounding does, and bounds the rest. (Where experts are chosen, rounding may choose others, and a
-distance changes by much, rarely.) Servers with drafts read theirs too. Drafts come from what was said before (NGRAM: a
-mask for each request) or from a model (STANDALONE: the served one itself, whose chain is mostly accepted; beside
-windows or states a small one that says the last token again).
+One server without drafts answers everything twice, in batches of different sizes. It also reads its answers at the end
+of a prompt, as drafts are verified. Two effects of rounding follow, which bound the rest: how often its own choices
+differ, and by how much the distance of the two likeliest tokens changes. (In a mixture of experts, rounding may choose
+other experts; then, rarely, a distance changes by much.) Servers with drafts read their answers too.
+
+Drafts come from earlier tokens (NGRAM: a mask for each request) or from a model (STANDALONE). That is the served model
+itself, whose chain is mostly accepted. For models with windows or states it is a small one that repeats the last token.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from benchmarks.answers import TOP, Bound, Difference, Step, greedy, steps
 from benchmarks.tiny_models import MODELS, VOCABULARY
 from benchmarks.tiny_server import TinyServer, body
 
-#: None, and two ways to draft; a checkpoint with a layer for it has a third, ``nextn``.
+#: No drafts, and two ways to draft; a checkpoint with a layer for drafts has a third way, ``nextn``.
 WAYS = ("none", "ngram", "standalone")
-#: Two tokens whose log-probabilities are nearer may be exchanged by BF16's rounding alone (``families.ROUNDING``).
+#: Largest distance of two log-probabilities whose tokens BF16's rounding alone may exchange (``families.ROUNDING``).
 TIE = 0.2
 PHRASE = 9
 #: Three drafts after the last token.
@@ -33,10 +34,10 @@ CHAIN = ("--speculative-num-steps", "3", "--speculative-eagle-topk", "1", "--spe
 
 @dataclass(frozen=True)
 class Scale:
-    """Prompts, tokens of each answer, and requests at once: all of a batch, or few.
+    """Numbers of prompts, tokens of each answer, and requests at once: in large batches and in small ones.
 
     Attributes:
-        noise: prompts of either kind, the first, that show how much answers without drafts differ among themselves.
+        noise: how many of the first prompts of either kind show the differences among answers without drafts.
     """
 
     short: int
@@ -48,18 +49,18 @@ class Scale:
 
 
 GPU = Scale(short=850, long=150, answer=32, batch=64, few=5, noise=200)
-FEW = replace(GPU, short=170, long=30)  # of all models, in 8 minutes
+FEW = replace(GPU, short=170, long=30)  # all models run within 8 minutes
 CPU = Scale(short=3, long=1, answer=12, batch=4, few=1, noise=3)
 
 
 def flags(way: str, draft: Path) -> list[str]:
-    """Of a server; draft: the checkpoint that drafts for STANDALONE."""
+    """Returns a server's flags; ``draft``: the checkpoint that drafts for STANDALONE."""
     if way == "ngram":
         return [
             *("--speculative-algorithm", "NGRAM", "--speculative-ngram-max-bfs-breadth", "1"),
             *("--speculative-num-draft-tokens", "5"),
         ]
-    if way == "nextn":  # a layer of the checkpoint's own
+    if way == "nextn":  # the checkpoint's own layer
         return ["--speculative-algorithm", "NEXTN", *CHAIN]
     if way == "standalone":
         return [
@@ -69,8 +70,10 @@ def flags(way: str, draft: Path) -> list[str]:
 
 
 def write_echo(folder: Path) -> Path:
-    """A draft model with nothing but a KV cache: its guess is the last token again, so that it needs to know nothing of
-    the model that it drafts for."""
+    """Writes a draft model with nothing but a KV cache that always guesses the last token again.
+
+    So it needs no knowledge of the model for which it drafts.
+    """
     target = replace(MODELS["qwen3"], name="echo").write(folder)
     path = target / "model.safetensors"
     tensors = load_file(path)
@@ -83,7 +86,7 @@ def write_echo(folder: Path) -> Path:
 
 
 def prompts(scale: Scale, lengths: Sequence[int], count: int, kind: str) -> list[list[int]]:
-    """Phrases that come back, of lengths around those given, so that answers cross pages at every token."""
+    """Returns prompts of recurring phrases, of about the given lengths, so that answers cross pages at any token."""
     found = []
     for n in range(count):
         rng = random.Random(f"{kind} {n}")
@@ -99,12 +102,12 @@ class Said:
     """Answers of one server by kind of prompt, ``short`` or ``long``.
 
     Attributes:
-        tokens: of each prompt.
-        tops: a server without drafts: the likeliest at every step.
-        again: and of the first ``Scale.noise`` the same in small batches.
-        read: log-probabilities of what a server finds likely at each token of its answers to these, given as prompts.
-        accepted: tokens of a verification, on average; 1 without drafts.
-        left: what is still held when all has ended.
+        tokens: the answers to all prompts.
+        tops: of a server without drafts: the likeliest tokens at every step.
+        again: of a server without drafts: the answers to the first ``Scale.noise`` prompts in small batches.
+        read: log-probabilities of the likeliest tokens at each token of these answers, given as prompts.
+        accepted: average number of tokens per verification; 1 without drafts.
+        left: what the server still holds at the end.
     """
 
     tokens: dict[str, list[list[int]]] = field(default_factory=dict)
@@ -117,7 +120,7 @@ class Said:
 
 
 def ask(server: TinyServer, scale: Scale, lengths: dict[str, Sequence[int]], way: str) -> Said:
-    """All prompts, in batches; then everything must be given back."""
+    """Sends all prompts in batches; afterwards the server must hold nothing."""
     begin, said = time.monotonic(), Said()
     counts = {"short": scale.short, "long": scale.long}
     generated = verified = 0
@@ -142,7 +145,7 @@ def ask(server: TinyServer, scale: Scale, lengths: dict[str, Sequence[int]], way
         else:
             generated += sum(reply["meta_info"]["completion_tokens"] for reply in all_at_once)
             verified += sum(reply["meta_info"]["spec_verify_ct"] for reply in all_at_once)
-        if kind == "short":  # reading an answer at once finds less of a longer one's prompt in BF16 than writing it
+        if kind == "short":  # for long prompts, reading an answer finds less of the prompt in BF16 than writing it
             said.read[kind] = read(server, some, said.tokens[kind], scale.batch)
     said.accepted = generated / verified if verified else 1.0
     said.left = server.held_when_empty()
@@ -151,7 +154,7 @@ def ask(server: TinyServer, scale: Scale, lengths: dict[str, Sequence[int]], way
 
 
 def read(server: TinyServer, asked: list[list[int]], answers: list[list[int]], size: int) -> list[list[dict]]:
-    """Log-probabilities of the likeliest at every token of answers that follow their prompts, ``size`` at once."""
+    """Returns log-probabilities of the likeliest tokens at each token of answers after prompts, ``size`` at once."""
     found = []
     for at in range(0, len(asked), size):
         pairs = list(zip(asked[at : at + size], answers[at : at + size]))
@@ -168,13 +171,13 @@ def two_likeliest(top: dict[int, float]) -> list[int]:
 
 
 def distance(top: dict[int, float], first: int, second: int) -> float:
-    """By how much the first is likelier; what is not listed is no likelier than what is."""
+    """Returns by how much ``first`` is likelier; an unlisted token counts as the least likely listed one."""
     least = min(top.values())
     return top.get(first, least) - top.get(second, least)
 
 
 def parted(want: list[list[int]], tops: list[list[Step]], got: list[list[int]]) -> Difference:
-    """mean: share of answers that part; max: the largest distance of the two likeliest tokens at which one does."""
+    """Compares answers: mean is the share that differ, max the two likeliest tokens' largest distance at that point."""
     gaps = []
     for a, b, steps_of in zip(want, got, tops, strict=True):
         if len(a) != len(b):
@@ -187,9 +190,10 @@ def parted(want: list[list[int]], tops: list[list[Step]], got: list[list[int]]) 
 
 
 def changed(answers: list[list[Step]], others: list[list[dict[int, float]]]) -> float:
-    """By how much the distance of a step's two likeliest tokens differs at most between answers that begin alike.
+    """Returns the largest change, between answers that begin equally, of the distance of a step's two likeliest tokens.
 
-    others: of each answer the likeliest at every step that has the same tokens before it.
+    Args:
+        others: for each answer, the likeliest tokens at every step that has the same tokens before it.
     """
     return max(
         abs(distance(step.top, *pair) - distance(other, *pair))
@@ -200,7 +204,7 @@ def changed(answers: list[list[Step]], others: list[list[dict[int, float]]]) -> 
 
 
 def alike(answers: list[list[Step]], others: list[list[Step]]) -> list[list[dict[int, float]]]:
-    """Of others the likeliest at every step up to the first at which they choose differently, that one too."""
+    """Returns the likeliest tokens of ``others`` up to and including the first step at which the choices differ."""
     found = []
     for ours, theirs in zip(answers, others, strict=True):
         same = next((n for n, (a, b) in enumerate(zip(ours, theirs)) if a.token != b.token), len(theirs))
@@ -209,7 +213,7 @@ def alike(answers: list[list[Step]], others: list[list[Step]]) -> list[list[dict
 
 
 def misread(answers: list[list[int]], tops: list[list[dict[int, float]]]) -> Difference:
-    """mean: share of tokens that are not the likeliest to whoever reads the answers; max: how much likelier that is."""
+    """Compares answers with a reading: mean is the share of tokens that are not likeliest, max the largest distance."""
     gaps = [
         distance(top, two_likeliest(top)[0], token)
         for answer, tops_of in zip(answers, tops, strict=True)
@@ -222,7 +226,7 @@ def misread(answers: list[list[int]], tops: list[list[dict[int, float]]]) -> Dif
 def compare(
     ours: Said, plain: Said, way: str, least: float = 1.1
 ) -> Iterator[tuple[str, bool, Difference, Bound, str]]:
-    """(case, passed, difference, bound, more) of one way to draft, which shall give ``least`` tokens a step."""
+    """Yields (case, passed, difference, bound, more) for one way to draft, which must give ``least`` tokens a step."""
     for kind, case in (("short", "all in BF16"), ("long", "int4 history")):
         some = len(plain.again[kind])
         tops, answers, tie = plain.tops[kind][:some], plain.tokens[kind][:some], TIE if kind == "short" else 2 * TIE
@@ -233,7 +237,7 @@ def compare(
             noise = max(noise, parted(answers, tops, likeliest).mean)
             change = max(change, changed(tops, plain.read[kind]))
         found = parted(plain.tokens[kind], plain.tops[kind], ours.tokens[kind])
-        # Which page is a record may change up to a round of drafts earlier: in 4 bits a little more than rounding.
+        # Pages may become records up to a round of drafts earlier: in 4 bits that adds a little to rounding.
         more = 0.02 if kind == "short" else 0.1
         bound = Bound(2 * noise + more, max(2 * change, tie))
         said = f"{found.tokens} prompts, {ours.accepted:.2f} tokens a step; without drafts {noise:.4f}, {change:.3f}"

@@ -1,8 +1,9 @@
-"""Runs every panel's query against a Prometheus that scrapes a server under load, and draws what it answers.
+"""Runs every panel's query against a Prometheus that scrapes a server under load, and draws the answers.
 
     python -m tests.monitoring.live --picture docs/monitoring.png
 
-Needs Debian's package ``prometheus``; the server has four layers and runs on the CPU. Fails if a query returns nothing.
+It needs Debian's package ``prometheus``. The server has four layers and runs on the CPU. The program fails if a query
+returns nothing.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ RULES = ROOT / "launch" / "monitoring" / "rules.yaml"
 
 
 class Prometheus(ServerProcess):
-    """Prometheus, scraping one server every second."""
+    """A Prometheus that scrapes one server every second."""
 
     def __init__(self, folder: Path, target: int) -> None:
         port, config = free_port(), folder / "prometheus.yaml"
@@ -74,7 +75,7 @@ def post(server: Server, ids: list[int], tokens: int, session: str | None = None
 
 
 def load(server: Server, seconds: float) -> None:
-    """Sends short requests, more at once than run, and turns of two long sessions."""
+    """Sends more short requests than run at once, and turns of two long sessions."""
     deadline = time.time() + seconds
     failed: list[BaseException] = []
 
@@ -87,7 +88,7 @@ def load(server: Server, seconds: float) -> None:
                     post(server, history[:1500], 8, f"session {seed}")
                 else:
                     post(server, numbers.choices(range(200, 9000), k=numbers.randrange(40, 200)), 16)
-        except BaseException as error:  # told by the main thread
+        except BaseException as error:  # the main thread raises it
             failed.append(error)
 
     threads = [threading.Thread(target=repeat, args=(seed,)) for seed in range(12)]
@@ -118,11 +119,11 @@ def curves(prometheus: Prometheus, begin: float, end: float) -> Iterator[tuple[d
 def observe(
     model: Path, folder: Path, seconds: float, start: float
 ) -> tuple[float, list[tuple[dashboard.Panel, str, list[dict]]]]:
-    """Returns when the load began, and what ``curves`` yields of a server of the model's first layers.
+    """Serves the model's first layers under load; returns when the load began, and what ``curves`` yields.
 
     Args:
-        folder: an empty one.
-        seconds, start: of load; until the server must be ready.
+        folder: an empty folder.
+        seconds, start: of load, and until the server must be ready.
     """
     path, embedder = word_embeddings.install(folder)
     env = {"PYTHONPATH": os.pathsep.join([path, str(ROOT)])}
@@ -153,7 +154,7 @@ def draw(answers: list[tuple[dashboard.Panel, str, list[dict]]], begin: float, p
             label = legend
             for name, value in curve["metric"].items():
                 label = label.replace(f"{{{{{name}}}}}", value)
-            label = label.replace(", rotations {{rotations_sha256}}", "")  # an empty label is none
+            label = label.replace(", rotations {{rotations_sha256}}", "")  # Prometheus omits an empty label
             times = [float(at) - begin for at, _ in curve["values"]]
             axis.plot(times, [float(value) for _, value in curve["values"]], label=label)
         axis.legend(fontsize=7, loc="lower right")

@@ -1,4 +1,4 @@
-"""Every query of the dashboard returns data from a server under load, with a Prometheus that is no stand-in."""
+"""Every query of the dashboard returns data, with a server under load and a real Prometheus."""
 
 from __future__ import annotations
 

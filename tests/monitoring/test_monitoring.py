@@ -1,4 +1,4 @@
-"""The dashboard is what its code builds, alerts fire when they should, and both name metrics that exist."""
+"""The dashboard equals what its code builds, alerts fire when they should, and both name existing metrics."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PRODUCT = [ROOT / "sglang_kvq" / "sglang" / f"{name}.py" for name in ("metrics",
 
 
 def published() -> set[str]:
-    """Names that the product gives to Prometheus, by its source: counters with their ``_total``."""
+    """Returns the metrics in the product's source: names as Prometheus shows them, counters with ``_total``."""
     source = "".join(path.read_text() for path in PRODUCT)
     made = re.findall(r'\b(gauge|counter|per_tier)\(\s*"(\w+)",\s*"[^"]*"(, counter)?', source)
     made += re.findall(r'\b(Gauge|Counter)\("sglang_kvq_(\w+)"()', source)

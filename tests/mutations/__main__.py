@@ -21,13 +21,13 @@ import yaml
 
 from tests.newcomer import clone_to
 
-#: pytest's exit code for tests that failed; anything else is no verdict of a test.
+#: pytest's exit code for failed tests; any other code is no verdict.
 FAILED = 1
 
 
 @dataclass(frozen=True)
 class Fault:
-    """A change of one file that breaks what it says; ``old`` occurs once."""
+    """A change of one file that breaks the property named in ``what``; ``old`` occurs once in that file."""
 
     what: str
     file: str
@@ -36,7 +36,7 @@ class Fault:
     new: str
 
     def put_into(self, tree: Path) -> tuple[Path, str]:
-        """Changes the file; returns its path and what it was."""
+        """Changes the file and returns its path and its former text."""
         places = {path: path.read_text() for path in (tree / "sglang_kvq").glob(self.file)}
         times = {path: text.count(self.old) for path, text in places.items()}
         if sum(times.values()) != 1:

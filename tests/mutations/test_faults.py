@@ -1,4 +1,4 @@
-"""Every fault of ``faults.yaml`` can still be put into the package, and its tests exist."""
+"""Every fault of ``faults.yaml`` still applies to the package, and its tests exist."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/architecture.md names what there is: every file and function of its walks, every package."""
+"""docs/architecture.md names existing code: every file and function of its walks, and every package."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from tests.conftest import ROOT
 
 TEXT = (ROOT / "docs" / "architecture.md").read_text()
 FOLDERS = (ROOT, ROOT / "sglang_kvq", ROOT / "sglang_kvq" / "kernels")
-#: Longest walk.
+#: Number of stops of the longest walk.
 STOPS = 8
 
 
 def find(name: str, beside: Path | None = None) -> Path | None:
-    """The file or folder that a name in the text means; ``beside`` is the one named before it."""
+    """Returns the file or folder that a name in the text means; ``beside``: the one named before it."""
     places = [folder / name for folder in (*([beside.parent] if beside else []), *FOLDERS)]
     return next((place for place in places if place.exists()), None)
 
 
 @cache
 def defined(path: Path) -> set[str]:
-    """Names of functions and methods of a file, methods also as ``Class.method``."""
+    """Returns the names of a file's functions and methods; methods also as ``Class.method``."""
     tree = ast.parse(path.read_text())
     names = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
     classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
@@ -35,7 +35,7 @@ def defined(path: Path) -> set[str]:
 
 
 def stops() -> list[tuple[str, str]]:
-    """(what, where) of each row of each walk."""
+    """Returns (what, where) for each row of each walk."""
     walks = TEXT.split("## A key's way")[1].split("\n## ")[0]
     rows = [line.strip("|").split("|") for line in walks.splitlines() if re.match(r"\| \d", line)]
     return [(cells[1].strip(), cells[2].strip()) for cells in rows]

@@ -1,4 +1,4 @@
-"""Prose keeps the rules of CONTRIBUTING that a program can check: how docstrings begin, and words that they avoid."""
+"""Prose keeps the rules of CONTRIBUTING that a program can check: beginnings of docstrings, and words to avoid."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *s
 
 
 def prose(path: Path) -> Iterator[tuple[int, str, bool]]:
-    """Line numbers and texts of a module's docstrings and ``#:`` comments, and whether they are of a function."""
+    """Yields line numbers and texts of docstrings and ``#:`` comments, and True for a function's docstring."""
     source = path.read_text()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):

@@ -1,4 +1,4 @@
-"""Every figure in README and docs/performance.md is one of benchmarks/results, rounded as it is written."""
+"""Every figure in README and docs/performance.md is a rounded figure of benchmarks/results."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from tests.conftest import ROOT
 
 RESULTS = ROOT / "benchmarks" / "results"
 README, PERFORMANCE = ((ROOT / name).read_text() for name in ("README.md", "docs/performance.md"))
-#: Without line breaks, for sentences.
+#: The page without line breaks, to find sentences.
 PROSE = " ".join(PERFORMANCE.split())
 SMOLLM2, QWEN = "accuracy_smollm2-135m-instruct", "accuracy_qwen2.5-coder-0.5b-instruct"
 
-#: Labels of the serving table, and the rows of the file.
+#: Labels in the serving table, and the file's rows.
 SCENARIOS = {
     "tokens that fit": "capacity",
     "output": "output_96x64k (62 contexts)",
@@ -29,7 +29,7 @@ SCENARIOS = {
     "time to first token": "ttft_8x8k",
     "time per output token": "tpot_8x8k",
 }
-#: The same of the table of other models, and theirs: columns of (BF16, ours, ratio) each.
+#: Labels in the table of other models, and the file's rows, with columns of (BF16, ours, ratio) for each model.
 OTHERS = {
     "tokens that fit": "tokens",
     "decode step, 4 streams of 1K": "decode_4x1k",
@@ -38,7 +38,7 @@ OTHERS = {
     "64 streams of 1K": "decode_64x1k",
 }
 OTHER_MODELS = ("qwen3-30b-a3b/{}", "gpt-oss-120b/{}, 12 layers", "qwen3-next-80b-a3b/{}, 24 layers")
-#: Names in the table of qualities, and those of ``kvq eval``.
+#: Names in the table of qualities, and in ``kvq eval``.
 METHODS = {"BF16, a second run of it": "none", "SGLang's own FP8": "fp8"}
 
 
@@ -51,7 +51,7 @@ def by(name: str, field: str) -> dict[str, dict[str, Any]]:
 
 
 def tables(text: str, heading: str = "") -> list[list[str]]:
-    """The cells of all tables below a heading, without the tables' heads."""
+    """Returns the cells of all tables below a heading, without the tables' heads."""
     part = text[text.index(heading) :]
     part = part[: part.find("\n## ", 1)] if "\n## " in part[1:] else part
     found = re.findall(r"^\|.*\n\|[-| ]+\n((?:\|.*\n)+)", part, re.MULTILINE)
@@ -61,7 +61,7 @@ def tables(text: str, heading: str = "") -> list[list[str]]:
 
 
 def number(text: str) -> tuple[float, int]:
-    """The first number and how many digits it has after the point."""
+    """Returns the first number, and how many digits it has after the point."""
     digits = re.search(r"[-+]?[\d,]*\.?\d+", text)
     assert digits, text
     plain = digits[0].replace(",", "")
@@ -69,7 +69,7 @@ def number(text: str) -> tuple[float, int]:
 
 
 def agrees(written: str, measured: float) -> bool:
-    """Whether a number is the measured one, rounded to as many places (either way where that is a tie)."""
+    """Returns True if a number is the measured one, rounded to as many places; a tie may be rounded either way."""
     value, places = number(written)
     return abs(value - measured) <= 0.5000001 * 10**-places
 
@@ -111,7 +111,7 @@ def test_contexts_at_once() -> None:
 
 
 def fp8_bound(row: dict[str, Any]) -> float:
-    """Microseconds in which a copy's bandwidth reads a byte per element of all keys and values."""
+    """Returns the microseconds in which a copy's bandwidth reads a byte per element of all keys and values."""
     if row.get("fp8_bound_us"):
         return float(row["fp8_bound_us"])
     lengths = [row["context"]] * row["batch"]
@@ -122,7 +122,7 @@ def fp8_bound(row: dict[str, Any]) -> float:
 
 
 def decode_row(file: str, shape: str) -> dict[str, Any]:
-    """The row of decoding by its first cell: a batch and a context, or the lengths of the ragged batch."""
+    """Returns the row of decoding by its first cell: a batch and a context, or the lengths of the ragged batch."""
     if shape == "64 from 1,024 to 131,072":
         (row,) = (row for row in results(file) if row["kernel"] == "decode (ragged)")
         return row
@@ -181,7 +181,7 @@ def test_quantizing() -> None:
 
 
 def extends(new: int | None, prefix: int) -> list[float]:
-    """Our time over FlashInfer's, of all numbers of requests."""
+    """Returns our time over FlashInfer's, for all numbers of requests."""
     rows = [row for row in results("kernels_h200") if row["kernel"] == "extend (grid)"]
     rows = [row for row in rows if new in (None, row["new_tokens"]) and row["context"] - row["new_tokens"] == prefix]
     found = [row["ours_us"] / row["flashinfer_bf16_us"] for row in rows]
@@ -270,7 +270,7 @@ def test_the_table_of_the_model_with_heads_of_128() -> None:
 
 def test_sessions() -> None:
     (row,) = (row for row in results("episodic_h200") if row["scenario"] == "decode_step")
-    row = {re.sub("^late", "retrieve", key): value for key, value in row.items()}  # its former name
+    row = {re.sub("^late", "retrieve", key): value for key, value in row.items()}  # its former name was ``late``
     found = [cells for cells in tables(README, "## Long conversations\n") if len(cells) == 3]
     assert f"{row['history_tokens']:,}-token sessions" in README
     fields = (("bf16_sessions", "bf16"), ("retrieve_sessions", "oscar"), ("retrieve_sessions", "retrieve"))
@@ -280,7 +280,7 @@ def test_sessions() -> None:
 
 @pytest.mark.parametrize(("name", "text"), [("README.md", README), ("docs/performance.md", PERFORMANCE)])
 def test_no_figure_stands_outside_what_is_checked(name: str, text: str) -> None:
-    """Prose has no time, throughput, ratio or percentage of its own: those are in the tables and sentences above."""
+    """Prose has no other time, throughput, ratio or percentage than the tables and sentences checked above."""
     prose = " ".join(line.strip() for line in text.splitlines() if not line.startswith("|"))
     known_ones = (
         r"Quantizing [\d,]+ new tokens of one layer takes \d+ µs",
@@ -295,7 +295,7 @@ def test_no_figure_stands_outside_what_is_checked(name: str, text: str) -> None:
 
 @pytest.mark.parametrize("text", [README, PERFORMANCE], ids=["README.md", "docs/performance.md"])
 def test_sources_are_named(text: str) -> None:
-    """Each file of results has its command, and the pages link to files that exist."""
+    """Each file of results names its command, and the pages link to existing files."""
     linked = re.findall(r"\(((?:\.\./)?benchmarks/results/[\w.-]+\.json)\)", text)
     assert linked
     for link in linked:

@@ -1,4 +1,4 @@
-"""Both kinds of install give the same import names; neither hides the ``triton_kernels`` of SGLang's kernels wheel."""
+"""Both kinds of install give the same import names, and neither hides ``triton_kernels`` of SGLang's kernels wheel."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ print(json.dumps({
 def installed(
     request: pytest.FixtureRequest, tree: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, bool]:
-    """A fresh environment that has the package and sees the other packages of this one."""
+    """Returns a fresh environment that has the package and sees the other packages of this environment."""
     python = empty_environment(tmp_path_factory.mktemp("environment"))
     share_packages(python)
     pip("--python", python, "install", "--quiet", "--no-deps", "--no-build-isolation", *request.param, tree)
@@ -42,12 +42,12 @@ def test_names(installed: tuple[Path, bool], tree: Path, tmp_path: Path) -> None
     found = json.loads(run([python, "-c", PROBE], tmp_path))
     assert found["kernels"] and found["rotation"]
     assert (Path(found["package"]).parent.parent == tree) is editable
-    # None, or that of SGLang's kernels wheel where the tests run beside one.
+    # None, or a path in SGLang's kernels wheel if the tests' environment has one.
     assert not (found["triton_kernels"] or "").startswith((str(tree), str(python.parent.parent)))
 
 
 def test_from_the_repository_sglangs_own_kernels_are_found(tmp_path: Path) -> None:
-    """In the root of a clone our folder comes first on sys.path; SGLang must still reach its module."""
+    """In a clone's root our folder comes first on sys.path, and SGLang must still reach its own module."""
     theirs = tmp_path / "triton_kernels"
     theirs.mkdir()
     (theirs / "__init__.py").touch()
@@ -57,13 +57,13 @@ def test_from_the_repository_sglangs_own_kernels_are_found(tmp_path: Path) -> No
 
 
 def third_party(code: str, folder: Path) -> set[str]:
-    """Top-level modules that are neither Python's nor ours, in a process that ran the code."""
+    """Returns the top-level modules, other than Python's and ours, of a process that ran the code."""
     show = "import sys; print(*{name.partition('.')[0] for name in sys.modules} - sys.stdlib_module_names)"
     return set(run([sys.executable, "-c", f"{code}\n{show}"], folder).split()) - {"sglang_kvq"}
 
 
 def test_the_plugin_loads_torch_and_no_more(tmp_path: Path) -> None:
-    """SGLang imports it in every process, ``sglang serve --help`` included."""
+    """SGLang imports the plugin in every process, even for ``sglang serve --help``."""
     least = third_party("import torch, packaging.specifiers, packaging.version", tmp_path)
     assert third_party("import sglang_kvq.sglang.plugin", tmp_path) == least
     assert third_party("import sglang_kvq, sglang_kvq.releases", tmp_path) == third_party("", tmp_path)

@@ -1,4 +1,4 @@
-"""The wheel in an environment that has nothing else, as on a node that never saw this repository."""
+"""The wheel in an environment that has nothing else, as on a node without this repository."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sglang_kvq.rotations.storage.zoo import shipped
 from tests.conftest import ROOT
 from tests.packaging.conftest import empty_environment, pip, run, share_packages
 
-#: Data that is no Python and that code or tools look for.
+#: A program that lists the installed data files and kernels that code or tools look for.
 FILES = """
 import json
 from importlib.resources import files
@@ -30,7 +30,7 @@ print(json.dumps({
 
 @pytest.fixture(scope="module")
 def python(wheel_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of an environment with the wheel alone; its dependencies are not there."""
+    """Returns the Python of an environment with the wheel alone, without its dependencies."""
     found = empty_environment(tmp_path_factory.mktemp("empty"))
     pip("--python", found, "install", "--quiet", "--no-deps", "--no-index", wheel_file)
     return found
@@ -38,7 +38,7 @@ def python(wheel_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def complete(python: Path) -> Path:
-    """The same with its dependencies, which are the tests' own: no index is asked."""
+    """Returns the same Python after adding the dependencies from the tests' environment, so that no index is asked."""
     share_packages(python)
     return python
 

@@ -1,4 +1,4 @@
-"""The plan of the house: layers of packages, no circles, one package that imports SGLang, small folders."""
+"""The structure of the package: layers, no import cycles, one package that imports SGLang, small folders."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from tests.conftest import ROOT
 
-#: From the ground up. A package imports only packages that stand before it, at the top of a file or within a function.
+#: Layers from the lowest up. A package imports only packages before it, at the top of a file or within a function.
 LAYERS = (
     ("constants", "errors", "releases", "phases", "interruption", "rotation_zoo"),
     ("arguments", "usage", "server_process"),
@@ -28,9 +28,9 @@ LAYERS = (
     ("cli",),
 )
 FLOOR = {name: floor for floor, names in enumerate(LAYERS) for name in names}
-#: Most files of a folder, without its __init__.py.
+#: Largest number of files in a folder, without its __init__.py.
 FILES = 12
-#: Folders where splitting would be worse, and their number of files.
+#: Folders that would be worse if they were split, and their number of files.
 LARGER: dict[str, int] = {
     "sglang_kvq/rotations/calibration": 13,
 }
@@ -44,7 +44,7 @@ MODULES = {name_of(path): path for path in sorted((ROOT / "sglang_kvq").rglob("*
 
 
 def imported(path: Path) -> Iterator[str]:
-    """Yields the dotted names that a file imports anywhere; ``from a import b`` is a.b if that is a module of ours."""
+    """Yields the dotted names that a file imports anywhere; ``from a import b`` gives a.b if that is our module."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -64,7 +64,7 @@ def package(module: str) -> str:
 
 
 def test_no_circles():
-    list(TopologicalSorter(graph()).static_order())  # raises CycleError, which lists the circle
+    list(TopologicalSorter(graph()).static_order())  # raises CycleError, which lists the cycle
 
 
 @pytest.mark.parametrize("name", sorted({package(module) for module in MODULES} - {""}))

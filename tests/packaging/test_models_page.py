@@ -1,4 +1,4 @@
-"""docs/results/models.md is what docs/models.py writes."""
+"""docs/results/models.md equals the output of docs/models.py."""
 
 import importlib.util
 

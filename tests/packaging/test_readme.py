@@ -1,4 +1,4 @@
-"""README and docs/reference.md name the code's flags, methods, commands and packages, and no others."""
+"""README and docs/reference.md name all flags, methods, commands and packages of the code, and no others."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ REFERENCE = (ROOT / "docs" / "reference.md").read_text()
 
 
 def rows(heading: str, page: str = README) -> dict[str, list[str]]:
-    """The cells of a heading's first table, by the name in the first one."""
+    """Returns the cells of a heading's first table, by the name in the first column."""
     section = page.split(f"## {heading}\n")[1].split("\n#")[0]
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line[:1] == "|"]
     return {row[0].strip("`"): row[1:] for row in cells[2:]}
 
 
 def headings(page: Path) -> set[str]:
-    """The names under which a page's headings can be linked to, as GitHub makes them."""
+    """Returns the anchors of a page's headings, as GitHub makes them."""
     found = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in found}
 
@@ -43,7 +43,7 @@ def test_flags() -> None:
 
 
 def test_keywords_of_engine() -> None:
-    """Every flag, with its type; other keywords of ``FIELDS`` are refused or unknown."""
+    """The table lists every flag with its type; other keywords of ``FIELDS`` are refused or unknown."""
     from sglang_kvq.sglang import flags
     from sglang_kvq.sglang.router import flags as episodic_flags
 
@@ -91,12 +91,12 @@ def test_methods() -> None:
 
 
 def test_packages() -> None:
-    """The chain of data flow and the table below it."""
+    """The chain of data flow and the table below it name every package."""
     section = README.split("\n## How it works\n")[1].split("\n## ")[0]
     chain = re.search(r"^    (config → .*)$", section, re.MULTILINE)
     assert chain
     packages = {path.parent.name for path in (ROOT / "sglang_kvq").glob("*/__init__.py")} | {"kernels", "cli", "config"}
-    packages -= {"rotation_zoo"}  # data, which the table names beside its reader
+    packages -= {"rotation_zoo"}  # data, which the table names in its reader's row
     assert set(re.findall(r"\w+", chain[1])) == packages
     assert set(re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE)) == packages
 

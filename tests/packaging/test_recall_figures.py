@@ -1,4 +1,4 @@
-"""The table of docs/notes/episodes.md that says which searches find the evidence is what was measured."""
+"""The table in docs/notes/episodes.md of searches that find the evidence has the measured figures."""
 
 from __future__ import annotations
 

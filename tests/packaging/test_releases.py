@@ -1,4 +1,4 @@
-"""One module says which SGLang releases are served; whatever else names one agrees with it."""
+"""One module lists the served SGLang releases; all other mentions of a release agree with it."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from sglang_kvq.releases import EXCLUDED, NEWEST, OLDEST, RELEASES
 from tests.conftest import ROOT
 
 NUMBER = re.compile(r"\b0\.5\.(?:1[0-9]|[2-9][0-9])\b")
-#: Where a person or a machine reads which release to take.
+#: Files in which a person or a program reads which release to take.
 TEXTS = ("README.md", "CONTRIBUTING.md", "Dockerfile", "demo", "test", "pyproject.toml")
 FOLDERS = ("docs", "launch", "sglang_kvq", "tests", "benchmarks", ".ci", ".github")
-#: Their numbers are examples of releases that are not served.
+#: Files with numbers that are examples of releases that are not served.
 EXAMPLES = ("tests/sglang/test_hooks.py", "tests/sglang/doctor/test_doctor.py", "tests/packaging/test_releases.py")
 
 
 def texts() -> Iterator[tuple[str, str]]:
-    """Name and content of each file that people edit (results are records of their own time)."""
+    """Yields name and content of each file that people edit; results keep the releases of their time."""
     paths = [ROOT / name for name in TEXTS]
     for folder in FOLDERS:
         paths += (
@@ -44,7 +44,7 @@ def read(name: str) -> str:
 
 
 def test_every_number_written_anywhere_is_of_a_known_release() -> None:
-    """A release that was added, dropped or mistyped shows here, wherever it is mentioned."""
+    """A release that was added, dropped or mistyped is found wherever it is mentioned."""
     wrong = {
         f"{name}: {number}"
         for name, text in texts()
@@ -56,7 +56,7 @@ def test_every_number_written_anywhere_is_of_a_known_release() -> None:
 
 
 def test_the_package_names_no_release_but_in_two_modules() -> None:
-    """Which are served is ``releases``'s to say, what changed in which is that of ``hooks``."""
+    """Only ``releases`` may say which releases are served, and only ``hooks`` in which release something changed."""
     allowed = ("sglang_kvq/releases.py", "sglang_kvq/sglang/hooks.py")
     wrong = {
         name for name, text in texts() if name.startswith("sglang_kvq/") and name not in allowed and NUMBER.search(text)
@@ -99,7 +99,7 @@ def test_text_that_cannot_ask(name: str, wanted: str) -> None:
 
 
 def test_the_demo_takes_the_newest() -> None:
-    """Its first lines, run as the shell would, by a Python that has nothing installed."""
+    """The demo's first lines are run as the shell would, by a Python that has nothing installed."""
     (line,) = (line for line in read("demo").splitlines() if line.startswith("sglang="))
     done = subprocess.run(
         ["bash", "-c", f'python3() {{ {Path(sys.executable)} -S "$@"; }}; {line}; echo $sglang'],
@@ -111,6 +111,6 @@ def test_the_demo_takes_the_newest() -> None:
 
 
 def test_workflows_take_the_releases_from_the_tests() -> None:
-    """CI calls ``./test``, which runs the oldest and the newest."""
+    """CI calls ``./test``, which runs the oldest and the newest release."""
     for path in (ROOT / ".github").rglob("*.y*ml"):
         assert not NUMBER.search(path.read_text()), f"{path.name}: ./test chooses the releases"

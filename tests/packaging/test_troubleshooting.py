@@ -11,7 +11,7 @@ import pytest
 from tests.conftest import ROOT
 
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
-#: Rows of the tables whose first column is headed "message"; "…" stands for any text.
+#: Messages quoted in tables whose first column is headed "message"; "…" replaces any text.
 QUOTES = [
     quote
     for table in re.findall(r"^\| message \|.*\n\|.*\n((?:\|.*\n)+)", PAGE, re.MULTILINE)
@@ -21,7 +21,7 @@ QUOTES = [
 
 @cache
 def texts() -> str:
-    """Every string of the package, one a line; "…" replaces the values of an f-string."""
+    """Returns every string of the package, one per line; "…" replaces the values of an f-string."""
     nodes = [n for path in (ROOT / "sglang_kvq").rglob("*.py") for n in ast.walk(ast.parse(path.read_text()))]
     strings = [n.values if isinstance(n, ast.JoinedStr) else [n] for n in nodes if isinstance(n, ast.expr)]
     joined = ("".join(str(p.value) if isinstance(p, ast.Constant) else "…" for p in parts) for parts in strings)
@@ -34,4 +34,4 @@ def test_the_message_is_in_the_sources(quote: str) -> None:
 
 
 def test_every_table_of_messages_is_read() -> None:
-    assert len(QUOTES) == len(re.findall(r"^\| `", PAGE, re.MULTILINE)) - 3  # the three of other programs
+    assert len(QUOTES) == len(re.findall(r"^\| `", PAGE, re.MULTILINE)) - 3  # three are messages of other programs

@@ -1,4 +1,4 @@
-"""What is in the wheel: a serving node's torch and SGLang must survive ``pip install sglang-kvq``."""
+"""The wheel's content: a serving node's torch and SGLang must survive ``pip install sglang-kvq``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from tests.conftest import ROOT
 
-#: Distributions that a GPU node has builds of, matched to its driver.
+#: Distributions of which a GPU node has builds that match its driver.
 NEVER_REQUIRED = ("torch", "triton", "sglang", "sgl-kernel", "sglang-kernel", "flashinfer", "nvidia", "cuda", "vllm")
 
 

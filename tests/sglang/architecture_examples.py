@@ -1,7 +1,8 @@
-"""A small config of each architecture that SGLang lists: what its config.json might hold.
+"""A small config for each architecture that SGLang lists, as its config.json could look.
 
-Where transformers or SGLang has a class for the config, its defaults, which are those of a published model, with what
-the class leaves open; else a tiny Llama's, with what SGLang's model reads besides.
+If transformers or SGLang has a class for the config, the example is that class's defaults (those of a published model)
+plus the fields that the class leaves open. Otherwise it is a tiny Llama's config plus the fields that SGLang's model
+reads.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ def llama(**more: object) -> Config:
 
 
 def of(model_type: str, **more: object) -> Config:
-    """The config class's defaults."""
+    """Returns a config that leaves every other field to the config class of ``model_type``."""
     return {"model_type": model_type, **more}
 
 
@@ -62,7 +63,7 @@ QWEN3_5 = dict(**DELTA_RULE, rope_parameters=ROPE)
 SIZES = {name: value for name, value in LLAMA.items() if name not in ("model_type", "architectures")}
 STEP = dict(layer_types=[FULL, SLIDING], sliding_window=64, head_dim=64, num_hidden_layers=2)
 
-#: Of those whose config class transformers does not name by the architecture.
+#: Architectures whose example is neither the config class's defaults nor a tiny Llama's config.
 EXAMPLES: dict[str, Config] = {
     # Plain attention
     "ArceeForCausalLM": of("arcee", head_dim=128),
@@ -107,7 +108,7 @@ EXAMPLES: dict[str, Config] = {
     "Step3VLForConditionalGeneration": of("step3_vl"),
     "XllmForCausalLM": of("xllm", **SIZES),
     "XverseMoeForCausalLM": llama(num_experts=4, num_shared_experts=1, moe_top_k=2, norm_topk_prob=True),
-    # By the checkpoint: what is served
+    # Served or refused depending on the checkpoint: here what is served
     "Exaone4ForCausalLM": of("exaone4", sliding_window=None, layer_types=[FULL] * 2, num_hidden_layers=2),
     "ExaoneMoEForCausalLM": of("exaone_moe", layer_types=[FULL] * 2, num_hidden_layers=2, is_moe_layer=[False, True]),
     "ExaoneMoeForCausalLM": of("exaone_moe", layer_types=[FULL] * 2, num_hidden_layers=2, is_moe_layer=[False, True]),
@@ -173,7 +174,7 @@ EXAMPLES: dict[str, Config] = {
     "MiniMaxM3SparseForConditionalGeneration": llama(num_local_experts=4),
     "MistralLarge3ForCausalLM": MLA,
     "SarvamMLAForCausalLM": MLA,
-    # Both ways
+    # Bidirectional attention
     "DiffusionGemmaForBlockDiffusion": llama(layer_types=[SLIDING, FULL]),
     "LLaDA2MoeModelLM": BAILING,
     "Gemma4ForConditionalGeneration": of("gemma4_text"),
@@ -181,7 +182,7 @@ EXAMPLES: dict[str, Config] = {
     "SDARMoeForCausalLM": llama(**MOE, decoder_sparse_step=1, mlp_only_layers=[], attention_bias=False),
 }
 
-#: Of families that are served in part: what is refused.
+#: Configs that must be refused, from families that are served only in part.
 REFUSED: dict[str, Config] = {
     "Exaone4ForCausalLM": of("exaone4"),
     "ExaoneMoEForCausalLM": of("exaone_moe"),
@@ -193,7 +194,7 @@ REFUSED: dict[str, Config] = {
 
 
 def model_types() -> dict[str, str]:
-    """``model_type`` by architecture, as far as transformers knows."""
+    """Returns the ``model_type`` of each architecture that transformers knows."""
     from transformers.models.auto import modeling_auto
 
     found: dict[str, str] = {}
@@ -205,10 +206,10 @@ def model_types() -> dict[str, str]:
 
 
 def example(architecture: str, types: dict[str, str]) -> Config:
-    """Its config, with the architecture's name.
+    """Returns the example config of ``architecture``, with the architecture's name in it.
 
     Args:
-        types: of ``model_types``.
+        types: the result of ``model_types``.
     """
     plain = of(types[architecture]) if architecture in types else llama()
     return {"torch_dtype": "bfloat16", **EXAMPLES.get(architecture, plain), "architectures": [architecture]}

@@ -1,7 +1,8 @@
-"""What the checks say of each architecture that the installed SGLang lists.
+"""Runs the plugin's checks on a config of each architecture that the installed SGLang lists.
 
-``python -m tests.sglang.architecture_probe`` prints a JSON object. It is a process of its own, since a model can only
-be built once SGLang has set itself up. Models are built on torch's meta device, so that a published size costs nothing.
+``python -m tests.sglang.architecture_probe`` prints the results as a JSON object. It runs in its own process, because a
+model can be built only after SGLang has set that process up. Models are built on torch's meta device, so a published
+model's size costs no memory.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from tests.sglang.architecture_examples import REFUSED, Config, example, model_t
 
 @cache
 def entry_classes() -> dict[str, str]:
-    """The file of each class that a module of ``sglang.srt.models`` names as its ``EntryClass``, by source."""
+    """Returns the source file of each class that a module of ``sglang.srt.models`` lists in its ``EntryClass``."""
     spec = find_spec("sglang")
     assert spec and spec.submodule_search_locations
     found = {}
@@ -39,14 +40,14 @@ def entry_classes() -> dict[str, str]:
 
 @dataclass
 class Said:
-    """Of one config: what refused it, None where nothing did.
+    """Results of the checks for one config; None where nothing was refused.
 
     Attributes:
         unread: why SGLang cannot read the config.
-        config: ``check_model``'s refusal, without the table's.
-        table: its refusal by the table alone.
+        config: the refusal by ``check_model``, without the table of architectures.
+        table: the refusal by that table alone.
         unbuilt: why the model could not be built here.
-        layers: the refusal of its layers, once built.
+        layers: the refusal of the built model's layers.
     """
 
     unread: str | None = None
@@ -57,12 +58,12 @@ class Said:
 
     @property
     def is_plain(self) -> bool:
-        """Built, with layers that the cache serves."""
+        """True if nothing was refused: the model was built, and the cache serves all its layers."""
         return (self.unread, self.config, self.table, self.unbuilt, self.layers) == (None,) * 5
 
 
 def start() -> None:
-    """Set this process up as one worker of a CPU server, as far as models ask for it."""
+    """Sets this process up as one worker of a CPU server, as far as models need it."""
     import torch
     from sglang.srt.server_args import prepare_server_args
 
@@ -76,7 +77,7 @@ def start() -> None:
     with contextlib.closing(socket.socket()) as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    if hasattr(server_args, "resolve_once"):  # releases.NEW_TREE
+    if hasattr(server_args, "resolve_once"):  # in the releases of releases.NEW_TREE
         from sglang.srt.runtime_context import SpawnRanks, publish
 
         server_args.resolve_once()
@@ -101,7 +102,7 @@ def start() -> None:
         initialize_model_parallel(tensor_model_parallel_size=1)
         initialize_dp_attention(server_args, ModelConfig(folder))
     assert compat.is_supported(compat.sglang_version())
-    for name in (  # Qwen 3.5 looks them up when it is imported
+    for name in (  # Qwen 3.5's module looks these up when it is imported
         "sigmoid_mul",
         "qk_gemma_rmsnorm",
         "qk_gemma_rmsnorm_with_gate",
@@ -113,7 +114,7 @@ def start() -> None:
     ModelRegistry.get_supported_archs()  # imports all models, before the default device is meta
 
 
-#: Architectures of which published configs name a ``sliding_window``, or of whose kind one might.
+#: Architectures whose published configs name a ``sliding_window``, or whose configs might name one.
 WINDOWED = (
     "MistralForCausalLM",
     "MixtralForCausalLM",
@@ -136,7 +137,7 @@ WINDOWED = (
 
 
 def with_window(config: Config) -> Config:
-    """The config of a checkpoint that says that all its layers have a window."""
+    """Returns the config of a checkpoint that gives all its layers a sliding window."""
     return {**config, "sliding_window": 64}
 
 
@@ -147,7 +148,7 @@ def write(config: Config) -> str:
 
 
 def ask(config: Config) -> Said:
-    """Put one config through the checks, as far as it comes."""
+    """Runs the checks on one config, in order, and stops when a step fails."""
     import torch
     from sglang.srt.configs.load_config import LoadConfig
     from sglang.srt.configs.model_config import ModelConfig

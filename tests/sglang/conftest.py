@@ -1,4 +1,4 @@
-"""A process in which SGLang is imported and the plugin is applied, as after ``load_plugins()``."""
+"""Fixtures for a process in which SGLang is imported and the plugin is applied, as after ``load_plugins()``."""
 
 import json
 import os
@@ -12,13 +12,13 @@ from sglang_kvq.releases import OLD_TREE_RELEASES, OLDEST
 
 os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-if find_spec("sglang") is None:  # the rest of the package is tested without it
+if find_spec("sglang") is None:  # only the rest of the package is tested then
     collect_ignore_glob = ["*test_*.py"]
 elif version("sglang") in OLD_TREE_RELEASES:
-    collect_ignore = ["test_hicache.py"]  # SGLang's host pools are others there, and HiCache is refused
+    collect_ignore = ["test_hicache.py"]  # these releases have other host pools, and HiCache is refused
 
-#: Files in which the oldest release runs without ``--all``: what SGLang calls, or is called by, and what its
-#: generations do differently. The others test code of ours that SGLang's release cannot change.
+#: Test files that the oldest release runs even without ``--all``. They cover calls from and to SGLang, and what its
+#: generations do differently. The others test our own code, which SGLang's release cannot change.
 SEAMS = (
     *("allocator", "capacity", "checks", "engine", "flags", "folding", "hooks", "hybrid_pool"),
     *("hybrid_tree", "model_calls", "padding", "plan_users", "pool_users", "recurrent_states", "refusals", "rows"),
@@ -59,7 +59,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(scope="session")
 def applied():
-    """The plugin's module, registered and its hooks applied in this process, once."""
+    """Returns the plugin's module, registered and with its hooks applied, once per process."""
     import sglang.srt.entrypoints.engine  # so that Engine, the scheduler and the HTTP server are patched too
     import sglang.srt.entrypoints.http_server  # noqa: F401
     from sglang.srt.plugins.hook_registry import HookRegistry
@@ -75,7 +75,7 @@ def applied():
 
 @pytest.fixture
 def model_folder(tmp_path):
-    """Writes a folder with a config.json (no weights): ``model_folder(**changes_to_a_tiny_llama)``."""
+    """``model_folder(**changes)`` writes a folder with a tiny Llama's changed config.json and without weights."""
 
     def write(**changes) -> str:
         folder = tmp_path / "model"
@@ -88,7 +88,7 @@ def model_folder(tmp_path):
 
 @pytest.fixture
 def command_line(applied, model_folder):
-    """ServerArgs of a command line: ``command_line("--kv-quant", "int2")``; the model is a tiny Llama on the CPU."""
+    """``command_line("--kv-quant", "int2")`` returns ServerArgs; the model is a tiny Llama on the CPU."""
 
     def parse(*argv: str, model: str | None = None):
         from sglang.srt.server_args import prepare_server_args

@@ -1,4 +1,4 @@
-"""The table of architectures against the installed SGLang: complete, and what the checks say of a config of each."""
+"""The table of architectures is complete for the installed SGLang, and agrees with the checks of a config of each."""
 
 import json
 import subprocess
@@ -16,7 +16,7 @@ from tests.conftest import ROOT
 from tests.sglang.architecture_examples import EXAMPLES, REFUSED
 from tests.sglang.architecture_probe import WINDOWED, Said, entry_classes
 
-#: What the refusal of a config or of its layers says, where that is not the reason's own words.
+#: Words in the refusal of a config or of its layers, by reason, where they are not the reason's own words.
 WORDS = {
     table.NO_CACHE: ("recurrent state", "SSM attention"),
     table.SLIDING: ("sliding",),
@@ -27,7 +27,7 @@ WORDS = {
     table.HIDDEN: ("no attention layers that can be checked",),
 }
 
-#: Refused by the table alone, and how that is known.
+#: Architectures that only the table refuses, and the evidence for the refusal.
 BY_TABLE = {
     **dict.fromkeys(
         ("Grok1ForCausalLM", "Grok1ModelForCausalLM"), "models/grok.py passes logit_cap; it cannot be imported on a CPU"
@@ -51,10 +51,10 @@ BY_TABLE = {
     ),
 }
 
-#: Built in newer releases only, and why.
+#: Architectures that only newer releases can build, and why.
 UNBUILT = {"ApertusForCausalLM": (OLD_TREE, "its activation reads a parameter's value")}
 
-#: What draft models, or the files they are in, are called.
+#: Parts of the names of draft models, or of their files.
 DRAFTS = ("eagle", "nextn", "mtp", "dflash", "dspark", "lilicorr")
 
 
@@ -100,13 +100,13 @@ def test_what_is_refused_of_a_family_that_is_served_in_part(probed, name):
 
 @pytest.mark.parametrize("name", [name for name in WINDOWED if name in entry_classes()])
 def test_windows_that_a_config_names_without_layers_are_not_applied(probed, name):
-    """So ``identity.unapplied_window`` is right to have such models calibrated with full attention."""
+    """Since no layer gets a window, ``identity.unapplied_window`` may calibrate such models with full attention."""
     said = probed["windowed"][name]
     assert said.unread is None and said.config is None and said.layers is None, said
 
 
 def refused_for(name: str, reason: table.Reason, said: Said) -> None:
-    """The checks alone, without the table, refuse it for that reason, or it is known how else."""
+    """Asserts that the checks without the table refuse the model for that reason, unless there is other evidence."""
     if reason is table.DRAFT:
         assert any(word in f"{name} {entry_classes()[name]}".lower() for word in DRAFTS)
     elif name not in BY_TABLE and not (reason is table.HIDDEN or "Transformers" in name):
@@ -115,7 +115,7 @@ def refused_for(name: str, reason: table.Reason, said: Said) -> None:
 
 
 def test_refusal_comes_before_anything_is_loaded(model_folder):
-    """Of a model whose config alone shows nothing."""
+    """The refusal needs no weights, even of a model whose config alone shows nothing."""
     from sglang.srt.configs.model_config import ModelConfig
 
     from sglang_kvq.config import KVQuantConfig

@@ -32,7 +32,7 @@ def in_config(folder: Path) -> None:
 
 @pytest.mark.parametrize("ask", [in_own_file, in_config])
 def test_the_cache_stays_in_bfloat16(applied, command_line, model_folder, ask):
-    """From the command line to SGLang's own decision, which it makes once the weights are loaded."""
+    """Checks the command line and SGLang's own decision, which it makes after loading the weights."""
     folder = Path(model_folder())
     ask(folder)
     server_args = command_line("--kv-quant", "hadamard", model=str(folder))
@@ -74,7 +74,7 @@ def test_the_log_says_that_the_checkpoint_asked_for_another(caplog):
 
 @pytest.mark.parametrize(("model", "cache"), [("float16", "bfloat16"), ("bfloat16", "float16")])
 def test_other_dtypes_stop_the_scheduler(model, cache):
-    """SGLang may choose float16 when it loads; asking for a bfloat16 cache must not hide that."""
+    """SGLang may choose float16 when it loads; a request for a bfloat16 cache must not hide that."""
     configurator = SimpleNamespace(
         server_args=SimpleNamespace(**{CONFIG_ATTRIBUTE: KVQuantConfig("int2")}),
         is_draft_worker=False,

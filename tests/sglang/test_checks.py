@@ -1,4 +1,4 @@
-"""Each setting and each kind of model that ``--kv-quant`` refuses, and that the usual ones pass."""
+"""Each setting and each kind of model that ``--kv-quant`` refuses; the usual ones pass."""
 
 import subprocess
 import sys
@@ -28,7 +28,7 @@ def _fields() -> dict:
 
 
 def _bad(refused: checks.Refused):
-    """A value that a user might give."""
+    """Returns a value that a user might give, and that is refused."""
     known = {"kv_cache_dtype": "fp8_e4m3", "dcp_size": 2, "attn_cp_size": 2}
     return known.get(refused.field, True if refused.allowed == (None, False, "") else "something")
 
@@ -44,7 +44,7 @@ def test_default_is_not_refused(refused):
     assert _fields().get(refused.field, refused.allowed[0]) in refused.allowed
 
 
-#: Fields that only one of the two generations of SGLang has.
+#: Fields that exist in only one of SGLang's two generations.
 SOME_RELEASES = {
     "enable_unified_cache_external_linker",
     "disaggregation_decode_retraction_backup",
@@ -122,7 +122,7 @@ def test_other_device_is_refused():
 
 
 def test_rocm_is_refused(monkeypatch):
-    """SGLang calls its devices cuda, and there models write K and V into the pool whatever its dtype."""
+    """SGLang names ROCm's devices cuda too, and there models write K and V into the pool whatever its dtype."""
     monkeypatch.setattr(torch.version, "hip", "6.4")
     with pytest.raises(KVQuantError, match="ROCm"):
         checks.device_of({"device": "cuda"})
@@ -131,7 +131,7 @@ def test_rocm_is_refused(monkeypatch):
 
 GPT_OSS = dict(architectures=["GptOssForCausalLM"], model_type="gpt_oss", sliding_window=128)
 HYBRID = dict(architectures=["Qwen3NextForCausalLM"], model_type="qwen3_next", head_dim=256, full_attention_interval=2)
-#: The same as Qwen 3.5 writes it, vision and all.
+#: A hybrid's config as Qwen 3.5 writes it, with its vision part.
 QWEN3_5 = dict(
     architectures=["Qwen3_5ForConditionalGeneration"],
     model_type="qwen3_5",
@@ -395,7 +395,7 @@ def test_allocator_of_sglang_stops_the_scheduler():
     ids=few(["model", "flag"], 1),
 )
 def test_command_ends_before_any_process_starts(model_folder, more, text):
-    """The installed plugin in a real ``python -m sglang.launch_server``."""
+    """The test runs the installed plugin in a real ``python -m sglang.launch_server``."""
     argv = ["--model-path", model_folder(head_dim=80), "--device", "cpu", "--sampling-backend", "pytorch"]
     argv += ["--grammar-backend", "none", "--skip-tokenizer-init", "--kv-quant", "hadamard", *more]
     run = subprocess.run(

@@ -1,4 +1,4 @@
-"""``sglang.Engine(kv_quant=...)``: same checks and settings as the command line, as keywords."""
+"""``sglang.Engine(kv_quant=...)`` checks and sets the same as the command line, from keywords."""
 
 import pytest
 
@@ -13,13 +13,13 @@ from sglang_kvq.sglang.runtime import config_of
 def engine_class(applied, monkeypatch):
     from sglang.srt.entrypoints import engine
 
-    monkeypatch.setattr(engine.atexit, "register", lambda shutdown: None)  # an Engine that fails stays registered
+    monkeypatch.setattr(engine.atexit, "register", lambda shutdown: None)  # a failed Engine would stay registered
     return engine.Engine
 
 
 @pytest.fixture
 def build(engine_class, model_folder):
-    """The ServerArgs that ``Engine(**keywords)`` builds first."""
+    """``build(**keywords)`` returns the ServerArgs that ``Engine(**keywords)`` builds first."""
 
     def server_args(**keywords):
         built = engine_class.server_args_class(model_path=model_folder(), device="cpu", **keywords)

@@ -1,4 +1,4 @@
-"""From the command line or a YAML file to a KVQuantConfig on ServerArgs, and what it implies for SGLang."""
+"""Flags or a YAML file become a KVQuantConfig on ServerArgs, and change some settings of SGLang."""
 
 import argparse
 import pickle
@@ -99,7 +99,7 @@ def test_server_args_without_kv_quant_are_untouched(command_line):
 
 
 def _resolve(server_args):
-    if hasattr(server_args, "resolve_once"):  # 0.5.16 has resolved already
+    if hasattr(server_args, "resolve_once"):  # 0.5.16 has already resolved them
         server_args.resolve_once()
     return server_args
 
@@ -116,7 +116,7 @@ def test_implied_settings_survive_sglangs_own_resolution(command_line):
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_prefill_graphs_are_those_between_which_attention_runs(device):
-    """From SGLang 0.5.22 on a GPU; what it chooses by itself stays."""
+    """Since SGLang 0.5.22, on a GPU, only breakable prefill graphs are allowed; SGLang's own choice stays."""
     served = device == "cuda" and compat.applies(NEW_TREE, compat.sglang_version())
     for named in (None, "disabled", "breakable", "full", "tc_piecewise"):
         values = {"kv_quant": "hadamard", "cuda_graph_backend_prefill": named, "disable_prefill_cuda_graph": False}
@@ -130,11 +130,11 @@ def test_prefill_graphs_are_those_between_which_attention_runs(device):
                 checks.check_flags(values, device)
     values = {"kv_quant": "hadamard"}
     flags.complete(values, KVQuantConfig("hadamard", capture="/tmp:1:0"), device)
-    assert values["disable_prefill_cuda_graph"]  # a calibration would count made-up batches
+    assert values["disable_prefill_cuda_graph"]  # a calibration would count made-up batches of captures
 
 
 class _Model:
-    """An SGLang ModelConfig's part that counts layers."""
+    """The part of SGLang's ModelConfig that counts layers."""
 
     num_hidden_layers = 4
 
@@ -143,7 +143,7 @@ class _Model:
 
 
 def test_decode_graphs_hold_what_a_quantized_cache_runs(monkeypatch):
-    """On a large GPU, unless the user says otherwise or buffers grow with the batch."""
+    """On a large GPU the largest captured batch rises, unless the user sets it or buffers grow with the batch."""
     monkeypatch.setattr(compat, "gpu_memory", lambda: 81559.0)
 
     def largest(model=None, device="cuda", **given):
@@ -164,7 +164,7 @@ def test_decode_graphs_hold_what_a_quantized_cache_runs(monkeypatch):
         {"device": "cpu"},
     ):
         assert largest(full, **given) is None, given
-    assert largest(None) is None  # not looked at yet
+    assert largest(None) is None  # the model has not been read yet
     assert largest(_Model(*["full_attention", "sliding_attention"] * 2)) is None
     assert largest(_Model(*["full_attention"] * 4)) == 1024
     for memory in (24564.0, 46068.0, None):

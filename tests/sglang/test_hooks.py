@@ -1,4 +1,4 @@
-"""The hook table against the installed SGLang, and what happens when SGLang is not as the table says."""
+"""The hook table against the installed SGLang, and the behavior if SGLang differs from the table."""
 
 from dataclasses import replace
 from importlib import import_module
@@ -92,7 +92,7 @@ def test_supported_releases(release, supported):
 
 
 def test_releases_of_entries_are_named_once():
-    """Every entry is of one of two words for one change: a release between the two is in neither."""
+    """Each change of SGLang has one pair of version ranges, and each release is in exactly one of the two."""
     pairs = (
         (OLD_TREE, NEW_TREE),
         (hooks.PER_TOKEN_FREES, hooks.RELEASES_PAGES),
@@ -144,11 +144,11 @@ def test_scheduler_side_hooks_call_the_original_without_kv_quant(applied):
 
 @pytest.fixture
 def fresh(applied, monkeypatch):
-    """The plugin as in a process where nothing is registered yet; what it registers is recorded, not applied."""
+    """The plugin as in a process where nothing is registered yet; registrations are recorded, not applied."""
     from sglang.srt import plugins
     from sglang.srt.plugins.hook_registry import HookRegistry
 
-    monkeypatch.setattr(plugins, "load_plugins", lambda: None)  # it would install everything a second time
+    monkeypatch.setattr(plugins, "load_plugins", lambda: None)  # it would install every hook a second time
     registered = []
     monkeypatch.setattr(applied, "_installed", {})
     monkeypatch.setattr(applied, "_problems", [])
@@ -159,7 +159,7 @@ def fresh(applied, monkeypatch):
 
 
 def _doctor(monkeypatch, hook, **changes):
-    """The table with one entry changed."""
+    """Replaces the hook table by one with a single entry changed."""
     table = [replace(h, **changes) if h is hook else h for h in hooks.TABLE if h.kind is not Kind.FACTORY]
     select = hooks.for_release
     monkeypatch.setattr(hooks, "for_release", lambda version, process=None: select(version, process, table))
@@ -177,7 +177,7 @@ def test_mismatch_patches_only_what_reports_it(fresh, monkeypatch, caplog):
 def test_mismatch_stops_a_scheduler_with_kv_quant_only(fresh, monkeypatch):
     _doctor(monkeypatch, POOL, target="mem_cache.kv_cache_configurator.KVCacheConfigurator._build_gone")
     fresh.plugin.register()
-    fresh.plugin.before_scheduler_init(None, SimpleNamespace(), None)  # without --kv-quant: nothing happens
+    fresh.plugin.before_scheduler_init(None, SimpleNamespace(), None)  # nothing happens without --kv-quant
     with pytest.raises(SystemExit, match="_build_gone"):
         fresh.plugin.before_scheduler_init(None, SimpleNamespace(**{CONFIG_ATTRIBUTE: CONFIG}), None)
 

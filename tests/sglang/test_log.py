@@ -1,4 +1,4 @@
-"""The log at start: short lines."""
+"""The lines that the log shows at start are short."""
 
 from __future__ import annotations
 

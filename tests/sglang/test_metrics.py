@@ -1,4 +1,4 @@
-"""What a worker publishes: each figure under its own name and tier, the counter by what is new."""
+"""A worker publishes each figure under its own name and tier, and adds only new events to counters."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     assert state.metrics is None, "nothing to publish before the backend exists"
 
     state.status, state.host = {"rotations_sha256": "ab12"}, SimpleNamespace(damaged_pages=2)
-    counts = [3, 7, 9, 0, 2, 128, 640]  # as ``TierCounts`` names them
+    counts = [3, 7, 9, 0, 2, 128, 640]  # in the order of ``TierCounts``
     state.tiers = SimpleNamespace(pool=SimpleNamespace(device=CPU), count=lambda: torch.tensor(counts))
     metrics.after_log_stats(None, collector, stats)
     assert value("pool_tokens", tier="quantized") == state.layout.tokens

@@ -1,6 +1,6 @@
-"""Every kind of refusal as a user meets it: a whole command line in, one message and a non-zero exit out.
+"""Every kind of refusal as a user meets it: a whole command line leads to one message and a non-zero exit.
 
-``test_checks`` has each setting and model on its own; here they pass through SGLang's parser and resolution first.
+``test_checks`` tests each setting and model separately; here they first pass through SGLang's parser and resolution.
 """
 
 import json
@@ -21,7 +21,7 @@ from tests.sglang.test_checks import MODELS
 
 @pytest.fixture
 def start(command_line):
-    """Goes as far as the command does before it spawns processes."""
+    """``start(*argv)`` runs the command up to the point where it would spawn processes."""
 
     def go(*argv: str, model: str | None = None):
         server_args = command_line(*argv, model=model)
@@ -33,7 +33,7 @@ def start(command_line):
 
 
 def test_what_fits_is_not_refused(start, tmp_path):
-    """So that each test below fails for the reason it names."""
+    """The unchanged settings are accepted, so each test below fails for the reason that it names."""
     save_rotations(random_rotations(), tmp_path / "r", kv_heads=2)
     start("--kv-quant", "oscar", "--kv-quant-rotations", str(tmp_path / "r"))
 

@@ -1,4 +1,4 @@
-"""The flags in ``sglang serve --help``."""
+"""``sglang serve --help`` lists the plugin's flags."""
 
 import os
 import subprocess
@@ -13,7 +13,7 @@ ENTRY_POINT = "[sglang.srt.platforms]\nkvq = sglang_kvq.sglang.serve_help:activa
 
 @pytest.mark.slow
 def test_flags_are_in_the_help_of_sglang_serve(tmp_path):
-    installed = tmp_path / "kvq_help-0.dist-info"  # declares the entry point, whether or not this checkout is installed
+    installed = tmp_path / "kvq_help-0.dist-info"  # declares the entry point even if this checkout is not installed
     installed.mkdir()
     (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: kvq-help\nVersion: 0\n")
     (installed / "entry_points.txt").write_text(ENTRY_POINT)
@@ -28,5 +28,5 @@ def test_nothing_happens_unless_help_is_asked_for(monkeypatch):
     from sglang_kvq.sglang import serve_help
 
     monkeypatch.setattr(sys, "argv", ["sglang", "serve", "--model-path", "m"])
-    monkeypatch.setitem(sys.modules, "wrapt", None)  # an import of it would fail
+    monkeypatch.setitem(sys.modules, "wrapt", None)  # importing it would fail
     assert serve_help.activate() is None

@@ -1,7 +1,7 @@
 """Adapters on queries, keys, values and outputs, over a cache that rotates values.
 
-The value rotation may not be in the weights, since an adapter adds to V and reads the attention's output in the model's
-own basis. A server that folded it would answer wrongly, with adapters only.
+The value rotation may not be folded into the weights, because an adapter adds to V and reads the attention's output in
+the model's own basis. With folding, a server would answer wrongly, but only with adapters.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LORA = (*tiny_adapters.FLAGS, *(() if ON_GPU else ("--lora-backend", "torch_nati
 
 @pytest.fixture(scope="module")
 def serve(servers, plugins, tmp_path_factory):
-    """``serve(*flags)``: a server with two adapters."""
+    """``serve(*flags)`` returns a server with two adapters."""
     folder, env = tmp_path_factory.mktemp("adapters"), {} if ON_GPU else plugins("lora_on_cpu")
     model = write(folder)
     adapters = [(name, tiny_adapters.write(folder / name, MODELS["llama"], n)) for n, name in enumerate(NAMES) if name]
@@ -34,7 +34,7 @@ def serve(servers, plugins, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def plain(serve) -> dict[tuple, list[float]]:
-    """What SGLang's own cache says with each adapter, and of a prompt with a wrong page."""
+    """Returns log-probabilities with SGLang's own cache, by adapter and prompt; one prompt has a wrong page."""
     server, said = serve(), {}
     for name in NAMES:
         for kind, ids in prompts().items():
@@ -59,7 +59,7 @@ def test_values_are_rotated_at_run_time(ours):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_an_adapter_answers_as_over_sglangs_own_cache(ours, plain, name):
-    """In BF16 up to its noise, in four bits nearer than half of what a wrong page does; adapters are far apart."""
+    """In BF16 an answer differs by noise, in four bits by less than half of a wrong page; adapters are far apart."""
     said = {kind: read(ours, ids, lora_path=name) for kind, ids in prompts().items() if kind != "wrong page"}
     found = token_difference(said["short"], plain[name, "short"])
     others = [token_difference(said["short"], plain[other, "short"]).mean for other in NAMES if other != name]
@@ -81,7 +81,7 @@ def test_a_prefix_is_found_with_its_own_adapter_only(ours):
 
 
 def test_adapters_in_one_batch_answer_like_each_alone(ours):
-    """Answers begin in one batch; each is forced afterwards, by its own adapter over its own pages."""
+    """Answers begin in one batch; each is then forced, by its own adapter over its own pages."""
     Client(ours).flush()
     ids = [prompt(f"together {n}", 300 + 70 * n) for n in range(3)]
     replies = greedy(ours, ids, 40, lora_path=list(NAMES))

@@ -26,10 +26,10 @@ def server(servers, plugins, tmp_path_factory) -> Server:
 
 
 def test_answers_in_mixed_batches_are_those_of_separate_ones(server):
-    """SGLang mixes no batch that tells log-probabilities, so answers are asked for without, and forced afterwards.
+    """Each token of an answer is about as likely as the likeliest token, by a later prefill.
 
-    Of a greedy answer each token must then be about as likely as the likeliest, and the batches' log-probabilities
-    cannot be compared themselves. A token after a wrong page is far from that.
+    SGLang mixes no batch that returns log-probabilities, so answers are requested without them and forced afterwards.
+    The batches' own log-probabilities cannot be compared. After a wrong page, tokens are far less likely.
     """
     prompts = [prompt(f"mixed {n}", 250 + 130 * n) for n in range(4)]
 

@@ -1,4 +1,4 @@
-"""Urgent requests that push running ones out: who comes back goes on where it stopped."""
+"""Urgent requests preempt running ones, which later continue where they stopped."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from tests.e2e.modes.tiny import FLAGS, OURS, write
 from tests.e2e.test_serving import assert_empties
 from tests.gpu.families import ROUNDING, prompt
 
-#: Two run at a time, so that an urgent request needs another's row.
+#: Two requests run at a time, so an urgent request needs the row of another.
 PRIORITIES = ("--max-running-requests", "2", "--enable-priority-scheduling", "--decode-log-interval", "4")
-#: SGLang's check between steps counts the tokens of two batches, and a request that was pushed out is in neither.
+#: SGLang's check between steps counts the tokens of two batches, and a preempted request is in neither.
 ENV = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "0"}
 ANSWER = 120
 
 
 @pytest.fixture(scope="module")
 def server(servers, tmp_path_factory) -> Server:
-    """Windows that may shrink, so that BF16 pages too are taken from those who wait."""
+    """Returns a server whose windows may shrink, so that waiting requests also lose BF16 pages."""
     flags = (*FLAGS, *OURS, "--kv-quant-recent-min", "64", *PRIORITIES)
     return servers(*flags, model=write(tmp_path_factory.mktemp("priorities")), env=ENV)
 
@@ -50,7 +50,7 @@ def test_preempted_requests_come_back_with_their_answers(server):
     print(f"pushed out {moved} times; differences {[str(each) for each in found]}; a wrong page: {wrong}")
     assert sum(moved[:2]) > 0 and not any(moved[2:]), "no request was preempted, or an urgent one"
     assert [each.tokens for each in found] == [ANSWER] * 2 + [ANSWER // 4] * 3
-    # What a preempted request had answered becomes prompt: quantized in other company than when it was decoded.
+    # A preempted request's answer becomes prompt, so its pages are quantized with other tokens than while decoding.
     assert max(each.mean for each in found) < 3 * ROUNDING < wrong.mean / 2
     assert Client(server).state()["errors"] == 0
     assert_empties(Client(server))

@@ -1,7 +1,7 @@
-"""Where SGLang's source plans a batch, and what switches how it does so, found by reading it.
+"""Finds in SGLang's source where a batch is planned, and which switches may change that.
 
-A backend plans in ``init_forward_metadata*``. Ours writes the cache there, so SGLang must call it for each step: what
-captures a plan in a CUDA graph, replays one, or leaves one out would repeat an old plan without a word.
+A backend plans in ``init_forward_metadata*``. Our backend also writes to the cache there, so SGLang must call it for
+each step. Code that captures a plan in a CUDA graph, replays one or leaves one out would silently repeat an old plan.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _PLANS = "init_forward_metadata"
-#: Part of the name of a switch that may decide how plans are made.
+#: Matches part of the name of a switch (variable or flag) that may decide how plans are made.
 _TELLING = re.compile(r"METADATA|GLUE|GRAPH|CAPTURE|REPLAY|(^|_)PLAN(_|$)", re.IGNORECASE)
-#: Part of the comment above such a variable.
+#: Matches part of the comment above such a variable.
 _SAYS = re.compile(r"metadata prep|attention metadata|attention-metadata|init_forward_metadata", re.IGNORECASE)
 _VARIABLE = re.compile(r"^    (SGL\w+) = Env")
 
 
 @dataclass(frozen=True, order=True)
 class Plan:
-    """A place that plans.
+    """A place in the source that plans a batch.
 
     Attributes:
         path: the file, below ``sglang/srt``.
-        what: ``function: method``, the innermost function and the method that it names; with ``?`` behind it if it is
-            named in a string.
+        what: ``function: method``: the innermost function, and the method that it names. A ``?`` follows a method that
+            is named in a string.
         line: the first place in the function.
     """
 
@@ -37,10 +37,10 @@ class Plan:
 
 
 def plans(root: Path, skip: tuple[str, ...], also: Iterable[str] = ()) -> list[Plan]:
-    """Every different one of the files below ``root``.
+    """Returns every distinct plan in the files below ``root``.
 
     Args:
-        skip: beginnings of paths that are not read, but for those in ``also``.
+        skip: beginnings of paths that are not read, except the files in ``also``.
     """
     found: dict[tuple[str, str], int] = {}
     for path in sorted(root.rglob("*.py")):
@@ -80,7 +80,7 @@ class _Reader(ast.NodeVisitor):
 
 
 def variables(root: Path, paths: Iterable[str]) -> set[str]:
-    """Environment variables that these files read, and those of SGLang's list whose name or comment tells."""
+    """Returns environment variables that these files read, and those of SGLang's list that seem to concern plans."""
     found: set[str] = set()
     for path in paths:
         for node in ast.walk(ast.parse((root / path).read_text(encoding="utf-8-sig"))):
@@ -103,5 +103,5 @@ def variables(root: Path, paths: Iterable[str]) -> set[str]:
 
 
 def flags(names: Iterable[str]) -> set[str]:
-    """Those of SGLang's flags whose name tells."""
+    """Returns those of ``names``, which are SGLang's flags, that seem to concern plans."""
     return {name for name in names if _TELLING.search(name)}

@@ -1,14 +1,14 @@
-"""What ``plan_users`` finds in SGLang 0.5.16 and 0.5.23, reviewed: why each is harmless.
+"""Our review of what ``plan_users`` finds in SGLang 0.5.16 and 0.5.23: why each place is harmless.
 
-One table for all releases. What is in none of them fails ``test_plan_users``. Read the code there: does SGLang call the
-backend's ``init_forward_metadata_out_graph`` for each step, outside of CUDA graphs? Then enter why; else refuse what
-switches it, in ``sglang/checks.py``.
+One table covers all releases. A place that is missing here fails ``test_plan_users``. Read the code at that place: does
+SGLang call the backend's ``init_forward_metadata_out_graph`` for each step, outside of CUDA graphs? If so, enter the
+reason here. If not, refuse the switch that turns it on, in ``sglang/checks.py``.
 """
 
-#: Read although ``pool_users_reviewed.NOT_SERVED`` leaves out its folder: our backend inherits it.
+#: Files read although ``pool_users_reviewed.NOT_SERVED`` leaves out their folder: our backend inherits from them.
 ALSO = ("layers/attention/base_attn_backend.py",)
 
-#: By file: what plans there, and why it is harmless.
+#: By file: the functions that plan, and why they are harmless.
 PLANS = {
     "layers/attention/base_attn_backend.py": (
         "init_forward_metadata: init_forward_metadata_out_graph, init_forward_metadata: init_forward_metadata_in_graph",
@@ -52,7 +52,8 @@ _DEEPSEEK = "of DeepSeek's and other backends, in whose place ours stands"
 _SAME = "what a step computes, logs or copies, not whether it is planned"
 _REFUSED = "refused"
 
-#: Environment variables: by why they are harmless; ``_REFUSED`` ones are in ``checks.REFUSED_ENVIRONMENT``.
+#: Environment variables by the reason why they are harmless; those under ``_REFUSED`` are in
+#: ``checks.REFUSED_ENVIRONMENT``.
 VARIABLES = {
     _REFUSED: (
         "SGLANG_ENABLE_METADATA_GLUE_GRAPH",
@@ -124,7 +125,7 @@ VARIABLES = {
     "a graph in pieces is planned before it like a whole one": ("SGLANG_USE_BREAKABLE_CUDA_GRAPH",),
 }
 
-#: Flags: by why they are harmless.
+#: Flags by the reason why they are harmless.
 FLAGS = {
     "check_resolved allows whole graphs for decoding, and for prefill those between which attention runs": (
         "cuda_graph_backend_decode",
@@ -159,5 +160,5 @@ FLAGS = {
     ),
 }
 
-#: Of the two tables above.
+#: The variables that ``sglang/checks.py`` refuses.
 REFUSED = VARIABLES[_REFUSED]

@@ -1,4 +1,4 @@
-"""What SGLang's speculation says and costs, and what of it is refused."""
+"""SGLang's speculative decoding: masks of drafts, memory for draft models, and the settings that are refused."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def trees(batch: int, count: int) -> torch.Tensor:
 
 
 def full_mask(mask: torch.Tensor, lens: list[int]) -> torch.Tensor:
-    """As SGLang makes it for a GPU: each draft sees what is stored, then what its tree says."""
+    """Returns the mask that SGLang makes for a GPU: each draft sees all stored tokens, then part of its tree."""
     rows = [torch.cat([torch.ones(len(m), n, dtype=torch.bool), m], 1).flatten() for m, n in zip(mask, lens)]
     return torch.cat(rows)
 
@@ -45,7 +45,7 @@ def test_masks_over_all_tokens_and_over_drafts_say_the_same(count):
     lens, mask = [1, 70, 200], trees(3, count)
     assert torch.equal(among_drafts(mask.flatten(), torch.tensor(lens), count, False), mask)
     assert torch.equal(among_drafts(full_mask(mask, lens), torch.tensor(lens), count, True), mask)
-    # A graph's batch is padded, its mask is not; SGLang may also allocate more than is used.
+    # A graph pads the batch but not the mask; SGLang may also allocate a longer mask than it uses.
     padded = torch.tensor([*lens, *[1] * 13])
     assert torch.equal(among_drafts(full_mask(mask, lens), padded, count, True)[:3], mask)
     longer = torch.cat([full_mask(mask, lens), torch.ones(1000, dtype=torch.bool)])
@@ -108,7 +108,7 @@ def test_drafts_that_branch_are_not_verified_as_a_chain(field, monkeypatch):
 
 @pytest.mark.parametrize(("algorithm", "breadth"), [("NGRAM", 2), ("EAGLE", 1), (None, 0)])
 def test_recurrent_states_follow_drafts_that_branch(algorithm, breadth, monkeypatch):
-    """What SGLang's backend for states gets to know of a batch's drafts, beside its chain."""
+    """SGLang's backend for recurrent states learns that n-gram drafts branch; other drafts change nothing."""
     from sglang.srt.layers.attention import hybrid_linear_attn_backend as module
 
     monkeypatch.setattr(compat, "resolved", lambda sa, field, default=None: getattr(sa, field, default))
@@ -127,7 +127,7 @@ def test_recurrent_states_follow_drafts_that_branch(algorithm, breadth, monkeypa
 @pytest.mark.parametrize("served", [True, False], ids=["kv-quant", "without"])
 @pytest.mark.parametrize(("algorithm", "own"), [("NGRAM", True), ("EAGLE", False), (None, False)])
 def test_drafts_that_branch_keep_windows_of_their_own(algorithm, own, served, monkeypatch):
-    """SGLang's rule for a GPU, where windows of a chain share memory, with what it is told here."""
+    """SGLang's rule for a GPU lets drafts of a chain share convolution windows; the plugin forbids it for n-grams."""
     from sglang.srt import runtime_context
     from sglang.srt.mem_cache import memory_pool
 
@@ -144,7 +144,7 @@ def test_drafts_that_branch_keep_windows_of_their_own(algorithm, own, served, mo
 
 
 def test_n_grams_of_breadth_1_branch(monkeypatch):
-    """The longest suffix known goes on with 5, and no further; a shorter one, seen elsewhere, with 8."""
+    """With breadth 1 n-gram drafts still branch: the longest known suffix continues with 5, a shorter one with 8."""
     for name, value in ngrams.compiler().items():
         monkeypatch.setenv(name, value)
     from sglang.srt.speculative.cpp_ngram.ngram_corpus import NgramCorpus
@@ -160,7 +160,7 @@ def test_n_grams_of_breadth_1_branch(monkeypatch):
 
 @pytest.mark.parametrize("beside", ["sliding windows", "recurrent states"])
 def test_whole_models_as_drafts_have_nothing_but_a_kv_cache(beside, monkeypatch):
-    """The served model may have either; its own layers draft, or heads made for it."""
+    """A whole model that drafts may keep nothing but a KV cache; only the served model may have windows or states."""
     monkeypatch.setattr(compat, "resolved", lambda sa, field, default=None: getattr(sa, field, default))
     states = SimpleNamespace(is_hybrid_swa=False, model_path="s", hf_config=None)
     windows = SimpleNamespace(is_hybrid_swa=True, model_path="w", hf_config=None)
@@ -188,7 +188,7 @@ class Algorithm:
 
 @pytest.fixture
 def configurator(monkeypatch):
-    """SGLang's, of a target whose draft has a layer of the same heads; ``price`` is its price of layers."""
+    """Returns SGLang's configurator for a target whose draft has one layer of the same heads, and the layers' price."""
     monkeypatch.setattr(compat, "resolved", lambda sa, field, default=None: getattr(sa, field, default))
 
     def price(kvc, layers: int) -> int:
@@ -246,7 +246,7 @@ def test_bf16_is_compared_with_the_same_draft():
 
 
 def test_a_draft_model_keeps_sglangs_attention(monkeypatch):
-    """``_install_backend`` asks whose runner it is; the draft's is built in the same process."""
+    """``_install_backend`` checks whose runner it gets, because the draft's backend is built in the same process."""
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 
     from sglang_kvq.sglang.hooks import TABLE, Kind
@@ -278,7 +278,7 @@ def test_accepted_drafts_move_between_bf16_pages():
 
 @pytest.mark.parametrize(("is_eagle", "moved"), [(False, [0, 1, 2]), (True, [0, 1])])
 def test_a_tree_of_pairs_has_one_token_less(is_eagle, moved, monkeypatch):
-    """Keys of EAGLE's tree are pairs of tokens: of 192 tokens it holds two pages, which the window moves to."""
+    """EAGLE's tree holds pairs of tokens: 192 tokens fill only two pages there, and the window moves to those two."""
     row = (torch.arange(10, 20)[:, None] * PAGE_SIZE + torch.arange(PAGE_SIZE)).flatten()[None].int()
     kept = torch.arange(50 * PAGE_SIZE, 50 * PAGE_SIZE + 192 - is_eagle * PAGE_SIZE)
     pending = SimpleNamespace(reserve_move=lambda: 0, fill_move=lambda ticket, own, kept: found.append((own, kept)))

@@ -1,4 +1,4 @@
-"""Errors that a plan counts on the device reach the log of a busy server, and no step waits for them."""
+"""Errors that a plan counts on the device are logged while the server is busy, and no step waits for them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def errors_of(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def test_an_unmet_page_is_logged_while_requests_run(caplog):
-    """The pages of a row's window have given way, which cannot be: the next batch finds it."""
+    """The page being filled loses its BF16 copy, which must never happen; a plan counts that and later steps log it."""
     worker = Worker()
     worker.extend({1: 300, 2: 70}, pad_to=370, seed=0)
     worker.decode(pad_to=2, seed=1)
@@ -51,7 +51,7 @@ def test_an_error_of_the_last_batch_is_logged_when_idle(caplog, monkeypatch):
 
 
 def test_an_idle_server_checks_its_tables_only_once_no_request_would_wait(monkeypatch):
-    """The check waits for the device: a request that comes right after another must not wait for it."""
+    """An idle server checks its tables only after a quiet time, because the check waits for the device."""
     worker, checks, now = Worker(), [], [100.0]
     state = runtime.Runtime(KVQuantConfig("int2"), None, (0,))
     state.tiers = worker.tiers
@@ -65,7 +65,7 @@ def test_an_idle_server_checks_its_tables_only_once_no_request_would_wait(monkey
             now[0] += seconds / 10
             observe.check_when_idle(lambda self: None, None)
 
-    for seed in range(3):  # a request, a pause shorter than QUIET
+    for seed in range(3):  # a request, then a pause shorter than QUIET
         worker.extend({1: 30}, pad_to=30, seed=seed)
         idle(observe.QUIET * 0.9)
     assert not checks

@@ -1,4 +1,4 @@
-"""The value rotation folded into the weights gives what rotating at run time gives."""
+"""Folding the value rotation into the weights gives the results of rotating at run time."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_folding_equals_rotating_at_run_time(bias, heads):
 
 @pytest.mark.parametrize("heads", [1, KV_HEADS], ids=["per-layer", "per-head"])
 def test_folding_takes_outputs_matrices_that_undo_the_values(heads):
-    """Transform coding's pairs are not orthogonal: folding R_v into W_o too would change every answer."""
+    """``fold`` gives o_proj the matrices that undo R_v, because transform coding's pairs are not orthogonal."""
     torch.manual_seed(0)
     model, x = LlamaForCausalLM(True), torch.randn(20, HIDDEN)
     u, scale = torch.linalg.qr(torch.randn(2, heads, D, D)).Q, torch.logspace(-1, 1, D)
@@ -109,12 +109,12 @@ def test_folding_takes_outputs_matrices_that_undo_the_values(heads):
         for a, b, c in zip(plain, at_run_time, folded):
             torch.testing.assert_close(b, a, atol=1e-3, rtol=0)
             torch.testing.assert_close(c, a, atol=1e-3, rtol=0)
-        folded_weights.fold(model, (5, 6), v)  # once more, and as if it were orthogonal
+        folded_weights.fold(model, (5, 6), v)  # folded again, as if R_v were orthogonal
         assert not torch.allclose(output(model.layers[0], x), plain[0], atol=0.1)
 
 
 class GptOssForCausalLM(torch.nn.Module):
-    """A layer with a window, 5, and one in the cache, 6; biases everywhere, a sink for each query head."""
+    """A model whose layer 5 has a window and whose layer 6 is cached, with biases and a learned sink per query head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -150,7 +150,7 @@ def test_folding_with_sinks_and_biases_leaves_layers_with_windows_alone(why):
 
 @pytest.fixture
 def why(command_line):
-    """``why(model, *flags)``: why it is not folded on a CPU, as a server with these flags would log; None if it is."""
+    """``why(model, *flags)`` returns the reason that a CPU server logs for not folding, or None if it folds."""
 
     def ask(model, *flags: str, device: str = "cpu", layers: range = range(5, 7)) -> str | None:
         server_args = command_line("--kv-quant", "hadamard", *flags)
@@ -182,7 +182,7 @@ def test_weights_that_a_setting_moves_or_adds_to_are_not_folded(why, flags, why_
 
 
 class Packed(torch.Tensor):
-    """Says it is a bfloat16 matrix, as torchao's quantized weights do."""
+    """A weight that claims to be a bfloat16 matrix, as torchao's quantized weights do."""
 
 
 def packed(projection):
@@ -226,7 +226,7 @@ def test_biases_too_must_be_plain(why):
 
 
 def test_weights_elsewhere_are_not_folded(why):
-    """What ``--cpu-offload-gb`` leaves: some parameters of a CUDA worker on the CPU."""
+    """``--cpu-offload-gb`` leaves some parameters of a CUDA worker on the CPU; such a model is not folded."""
     assert why(LlamaForCausalLM(False), device="cuda:0") == "qkv_proj of layer 5 has a tensor on cpu"
 
 
@@ -237,7 +237,7 @@ def test_only_known_architectures_with_all_layers_are_folded(why):
 
 @pytest.mark.parametrize("gate", [True, False])
 def test_a_gated_output_is_not_folded(why, gate):
-    """Whatever the architecture: a gate multiplies elements, and R_v mixes them."""
+    """A gate behind attention prevents folding in any architecture: it multiplies elements, and R_v mixes them."""
     model = LlamaForCausalLM(False)
     model.layers[1].attn_output_gate = gate
     assert why(model) == (
@@ -250,7 +250,7 @@ def test_a_gated_output_is_not_folded(why, gate):
     [("qwen3_next", "Qwen3HybridAttentionDecoderLayer"), ("qwen3_5", "Qwen3_5AttentionDecoderLayer")],
 )
 def test_attention_classes_of_hybrids_say_that_they_gate(module, name):
-    """What ``why_not_foldable`` looks at is what their ``forward`` multiplies by, on modules that it finds."""
+    """The hybrids' attention classes still have the attributes that ``why_not_foldable`` reads, and use the gate."""
     source = (Path(next(iter(sglang.srt.__path__))) / "models" / f"{module}.py").read_text()
     kind = next(node for node in ast.parse(source).body if isinstance(node, ast.ClassDef) and node.name == name)
     text = ast.get_source_segment(source, kind)
@@ -258,7 +258,7 @@ def test_attention_classes_of_hybrids_say_that_they_gate(module, name):
     assert "if self.attn_output_gate:" in text
 
 
-# -- weights that are folded neither leave nor change ------------------------------------------------------------------
+# -- folded weights can be neither read nor changed --------------------------------------------------------------------
 
 RELEASE = compat.sglang_version()
 REFUSING = [h for h in hooks.for_release(RELEASE) if (h.handler or "").startswith("attention.folded_weights:refuse")]
@@ -267,10 +267,10 @@ COMPONENTS = "model_executor.model_runner_components"
 HARMLESS = {
     f"{COMPONENTS}.weight_updater.WeightUpdater": {
         "init_weights_update_group",
-        "destroy_weights_update_group",  # only connect
-        "receive_weights_from_distributed",  # into new tensors; ``load_weights_from_distributed`` puts them in place
+        "destroy_weights_update_group",  # both only connect
+        "receive_weights_from_distributed",  # fills new tensors; ``load_weights_from_distributed`` puts them in place
         "begin_weight_update",
-        "end_weight_update",  # behind ``SchedulerWeightUpdaterManager.begin_weight_update``
+        "end_weight_update",  # both follow ``SchedulerWeightUpdaterManager.begin_weight_update``, which refuses
     },
     f"{COMPONENTS}.weight_exporter.WeightExporter": set(),
     "utils.weight_checker.WeightChecker": set(),
@@ -290,7 +290,7 @@ def test_every_way_in_or_out_is_hooked(owner):
 
 @pytest.fixture
 def folded(applied, monkeypatch):
-    """The state of a worker whose V is folded, as in a server with ``--kv-quant``."""
+    """Returns the state of a worker with folded value rotations, in a process that serves with ``--kv-quant``."""
     state = SimpleNamespace(status={"v_rotation_folded": True})
     monkeypatch.setattr(runtime, "_current", state)
     monkeypatch.setattr(applied, "_config", KVQuantConfig("hadamard"))
@@ -299,7 +299,7 @@ def folded(applied, monkeypatch):
 
 @pytest.mark.parametrize("hook", REFUSING, ids=lambda h: h.target.rpartition("components.")[2])
 def test_refused_while_folded(applied, folded, hook):
-    """By the answer that SGLang's caller expects of a refusal, with the reason and the way out in it."""
+    """Each refusal has the form that SGLang's caller expects, and names the reason and the way out."""
     handler, words = applied._installed[hook], ["model.layers.0.self_attn.v_proj.weight"] * len(hook.params)
     if hook.handler == "attention.folded_weights:refuse_saving":
         with pytest.raises(KVQuantError, match="folded.*without --kv-quant"):
@@ -334,7 +334,7 @@ def test_only_what_is_folded_cannot_be_read(folded, caplog, name, is_folded):
 
 @pytest.mark.parametrize("found", [None, [None, None], [[1.0], None]], ids=["one", "ranks", "some ranks"])
 def test_a_client_is_told_why(found):
-    """The scheduler's answer has no room for a reason; SGLang makes an error response of the exception."""
+    """The client gets the reason as an exception, which SGLang turns into an error response."""
 
     async def original(self, obj, request=None):
         return found

@@ -1,4 +1,4 @@
-"""Batches of ``--enable-mixed-chunk``, prefills before decoding requests: they answer like two batches in turn."""
+"""Batches of ``--enable-mixed-chunk``, prefills before decoding requests, answer like two separate batches."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from sglang_kvq.sglang.attention import backend as backends
 from sglang_kvq.sglang.attention import scoring
 from tests.sglang.attention.test_padding import LAYER, StrictOps, Worker, mode
 
-#: Lengths before a mixed batch: the request that goes on with its prompt, the one that decodes. Its token completes a
-#: page, begins one, and does neither; its history is empty at first.
+#: Stored lengths before a mixed batch: of the request that continues its prompt, and of the one that decodes. The
+#: decoded token completes a page, begins one, or does neither. In the first pair the decoding request has no history
+#: yet.
 LENGTHS = [(300, 63), (64, 511), (130, 512), (0, 700), (333, 320)]
 
 
 class CountingOps(StrictOps):
-    """Notes what attends in which way."""
+    """Records which rows are extended, planned and decoded."""
 
     def __init__(self, *args):
         super().__init__(*args)
@@ -94,7 +95,7 @@ def test_a_mixed_batch_computes_what_two_batches_do(prompt, answer, padding):
 
 
 def test_answers_go_on_in_mixed_and_other_batches():
-    """Two hundred steps of one answer, each third in a mixed batch, are those of an answer that decodes alone."""
+    """An answer of two hundred steps, every third in a mixed batch, equals that of a request that decodes alone."""
     mixed, alone = worker(True), worker(True)
     for each in (mixed, alone):
         each.extend({2: 100}, 100, 2)
@@ -133,7 +134,7 @@ def test_without_mixed_chunks_every_request_of_a_prefill_extends():
     [
         ([0, 300], [200, 1], 1),
         ([0, 64, 65], [200, 1, 1], 2),
-        ([64, 0], [1, 1], 0),  # a prompt of one token has nothing to read
+        ([64, 0], [1, 1], 0),  # a prompt of one token has nothing stored to read
         ([64, 64], [1, 2], 0),
         ([64, 64, 64], [1, 5, 1], 1),
         ([], [], 0),
@@ -144,7 +145,7 @@ def test_last_requests_of_one_token_decode(prefix, new, count):
 
 
 def test_a_scored_request_is_a_prefill_to_its_last_token(monkeypatch):
-    """The query of a prompt's last token scores, although the chunk has no other."""
+    """A scored request remains a prefill even in a chunk of one token, because that token's query scores."""
     mixed, scores = worker(True), KeyScores(1, 2, 100, torch.device("cpu"))
     mixed.extend({1: 130, 2: 201}, 331, 0)
     scores.add(100, 130)

@@ -1,9 +1,9 @@
 """SGLang's models over our real pool and backend, on a CPU.
 
-They find the pools, store nothing themselves, and ask for nothing that is ignored.
+Models find the pools, do not write to the cache themselves, and pass no argument that would be ignored.
 
-Models that can fuse RoPE with the cache write look at the pool first, whatever the device. ``models.utils`` is told
-that it runs on CUDA, where it would fuse for a pool of bfloat16.
+Models that can fuse RoPE with the cache write look at the pool first, on any device. ``models.utils`` is told that it
+runs on CUDA, where it would fuse for a pool of bfloat16.
 """
 
 import sys
@@ -25,7 +25,7 @@ CONFIG = KVQuantConfig("int2")
 
 
 class Model(torch.nn.Module):
-    """Attention layers as a model has them."""
+    """A model that consists of the given attention layers."""
 
     def __init__(self, *layers):
         super().__init__()
@@ -40,7 +40,7 @@ def attention(layer_id: int, **more):
 
 @pytest.fixture
 def make_runner(applied, monkeypatch):
-    """SGLang's ModelRunner as ``create_backend`` sees it: ``make_runner(model)``; its pool is made by our hook."""
+    """``make_runner(model)`` returns SGLang's ModelRunner as ``create_backend`` sees it; our hook makes its pool."""
     from sglang_kvq.sglang.memory.pool import build_mha_kv_pool
 
     server_args = SimpleNamespace(**{CONFIG_ATTRIBUTE: CONFIG}, enable_lora=False, lora_paths=None)
@@ -90,7 +90,7 @@ def backend(make_runner):
 
 @pytest.fixture
 def serving(backend):
-    """The backend, while it is the one that models ask."""
+    """Yields the backend while models use it."""
     from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
     with forward_context(ForwardContext(attn_backend=backend)):
@@ -108,7 +108,7 @@ def on_cuda(monkeypatch):
 
 
 def prefill(backend):
-    """A planned batch: one new prompt of ``TOKENS`` tokens in row 1, pages 1 and 2."""
+    """Returns a planned batch: one new prompt of ``TOKENS`` tokens in row 1, on pages 1 and 2."""
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
     loc = torch.arange(PAGE_SIZE, PAGE_SIZE + TOKENS)
@@ -136,7 +136,7 @@ def activations(tokens: int = TOKENS):
 
 
 def stored(backend, layer: int) -> torch.Tensor:
-    """BF16 keys of the prompt's tokens, ``[TOKENS, HEADS, D]``: all are in the window."""
+    """Returns the BF16 keys of the prompt's tokens, ``[TOKENS, HEADS, D]``; all are in the window."""
     pages = backend.tiers.pool
     slots = pages.page_slot[1:3].long()
     assert (slots > 0).all()
@@ -156,7 +156,7 @@ def test_models_find_the_pools(serving):
 
 
 def test_plain_bfloat16_would_be_fused(applied, on_cuda):
-    """So that the next test can fail."""
+    """SGLang would fuse writes into a plain bfloat16 pool; otherwise the tests of fusion could not fail."""
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
     from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
@@ -176,7 +176,7 @@ def test_a_model_that_stores_all_the_same_is_told(serving, on_cuda):
 
 
 def test_batches_padded_on_a_cpu(backend):
-    """From 0.5.22 on SGLang pads lengths with this value under data-parallel attention, graphs or not."""
+    """Since 0.5.22 SGLang pads lengths with this value under data-parallel attention, with or without graphs."""
     assert backend.get_cpu_graph_seq_len_fill_value() == backend.get_cuda_graph_seq_len_fill_value() == 1
 
 
@@ -184,7 +184,7 @@ def test_batches_padded_on_a_cpu(backend):
 
 
 class Rope(torch.nn.Module):
-    """Stands for RoPE; notes whether it was asked to write the cache."""
+    """Stand-in for RoPE that records whether it was asked to write the cache."""
 
     rotary_dim, asked = D, None
 
@@ -194,7 +194,7 @@ class Rope(torch.nn.Module):
 
 
 class Project(torch.nn.Module):
-    """Stands for a linear layer: gives what it was made with, or what it gets."""
+    """Stand-in for a linear layer that returns a given result, or else its input."""
 
     def __init__(self, result=None):
         super().__init__()
@@ -249,7 +249,7 @@ def bailing_moe(qkv, **parts):
 
 
 def bare(kind, **parts):
-    """An attention module with these parts only: its ``forward`` is SGLang's, its projections are ours."""
+    """Returns an attention module with only these parts: its ``forward`` is SGLang's, its projections are ours."""
     module = kind.__new__(kind)
     torch.nn.Module.__init__(module)
     for name, part in parts.items():
@@ -259,7 +259,7 @@ def bare(kind, **parts):
 
 @pytest.mark.parametrize("family", [qwen3_moe, mellum, bailing_moe], ids=lambda f: f.__name__)
 def test_attention_of_models_that_can_fuse(serving, on_cuda, monkeypatch, family):
-    """A layer's keys are in the cache after a prefill, and the answer is what RadixAttention gives by itself."""
+    """A prefill stores a layer's keys, and the module answers like RadixAttention alone."""
     batch, (q, k, v) = prefill(serving), activations()
     rope, layer = Rope(), attention(1)
     module = family(
@@ -309,7 +309,7 @@ def test_a_call_that_would_be_answered_wrongly(backend, mode, changes, text):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_learned_sinks(serving, dtype):
-    """A prefill and a decode step have them; each sink takes its share of the softmax."""
+    """A prefill and a decode step both apply learned sinks: each takes its share of the softmax."""
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
     batch, (q, k, v) = prefill(serving), activations()
@@ -349,7 +349,7 @@ def test_an_argument_that_asks_for_nothing(serving):
 
 
 def test_layers_are_found_by_their_ids(make_runner):
-    """As in a hybrid: every fourth layer is in the cache, and its second layer is the model's eighth."""
+    """In a hybrid every fourth layer is cached; the cache's second layer is found by its id, the model's eighth."""
     from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
     from sglang_kvq.sglang.attention.worker import create_backend

@@ -20,7 +20,7 @@ LAYER = SimpleNamespace(head_dim=D, layer_id=0, scaling=D**-0.5, k_scale=None, v
 
 
 class StrictOps(ReferenceOps):
-    """Refuses rows that belong to no request: kernels would read their plans out of bounds."""
+    """Rejects input rows that belong to no request, for which kernels would read their plans out of bounds."""
 
     def extend(self, layer, q, k, v, batch, scale, sinks=None, out=None):
         assert len(q) == len(k) == len(v) == len(batch.loc) == sum(batch.new_lens)
@@ -113,7 +113,7 @@ def test_padded_batches_answer_like_those_that_are_not(align):
 
 @pytest.mark.parametrize("rotated", [False, True])
 def test_a_prefill_writes_into_the_buffer_of_its_graph(rotated):
-    """SGLang copies a result that lies elsewhere, as one that is rotated back does."""
+    """A plain result is written to the graph's buffer; SGLang copies a rotated result, because it lies elsewhere."""
     plain, graph = Worker(), Worker()
     if rotated:
         turn = torch.linalg.qr(torch.randn(1, 1, D, D))[0]
@@ -127,7 +127,7 @@ def test_a_prefill_writes_into_the_buffer_of_its_graph(rotated):
 
 
 def test_a_batch_of_padding_alone_changes_nothing():
-    """An idle data-parallel rank runs one where another prefills."""
+    """An idle data-parallel rank runs such a batch while another rank prefills."""
     worker = Worker()
     worker.extend({1: 300, 2: 201}, 501, 0)
     before = worker.tiers.counts(), worker.pool.records[0][1:].clone()
@@ -147,7 +147,7 @@ def test_a_batch_of_padding_alone_changes_nothing():
 
 @pytest.mark.parametrize("requests", [1, 3])
 def test_a_capture_of_a_prefill_graph_changes_nothing(requests):
-    """SGLang makes up its requests, with the rows 0, 1, 2, …, of which 1 and 2 belong to requests here."""
+    """SGLang captures with made-up requests in rows 0, 1, 2, …; here rows 1 and 2 belong to real requests."""
     from sglang_kvq.sglang.attention.backend import around_capture_plan
 
     worker = Worker()
@@ -166,7 +166,7 @@ def test_a_capture_of_a_prefill_graph_changes_nothing(requests):
     plan = lambda self, batch, key: worker.backend.init_forward_metadata(batch)  # noqa: E731
     around_capture_plan(plan, runner, batch, shape_key=512)
     worker.backend.forward_extend(*worker.activations(each * requests, 1), LAYER, batch)
-    assert batch.req_pool_indices.tolist() == list(range(requests))  # graphs read the batch itself
+    assert batch.req_pool_indices.tolist() == list(range(requests))  # graphs read the batch, so it stays as it is
     assert worker.tiers.counts() == before and torch.equal(worker.pool.records[0][1:], records)
     assert torch.equal(worker.pool.row_pages, pages) and torch.equal(worker.tiers.row_len, lens)
     check_integrity(worker.tiers)
@@ -182,7 +182,7 @@ def test_the_capture_of_a_draft_model_is_sglangs_own():
 
 
 def test_graphs_reserve_the_batches_that_they_pad_to():
-    """Five running requests and an attention TP of four: graphs are captured for eight rows."""
+    """For five running requests and an attention TP of four, graphs are captured for eight rows."""
     worker, reserved = Worker(), []
     worker.backend.ops.reserve = reserved.append
     worker.backend.init_cuda_graph_state(8, 8)

@@ -1,4 +1,4 @@
-"""Requests that are scored as they run through the backend: the definition's scores, however they are chunked."""
+"""Requests that are scored while they run through the backend get the defined scores, in any chunks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from sglang_kvq.sglang.attention import scoring
 from tests.sglang.attention.test_padding import KV_HEADS, PAGES, Q_HEADS, ROWS, D, StrictOps, mode
 
 LAYERS = [SimpleNamespace(head_dim=D, layer_id=n, scaling=D**-0.5, k_scale=None, v_scale=None) for n in (3, 7)]
-#: Of the scored request and of another one in its batches; scored tokens of the first, and its length.
+#: Rows of the scored request and of another one in its batches. Then, for the scored request: how many tokens get
+#: scores, and its length.
 ROW, OTHER = 1, 2
 PAST, LENGTH = 6 * P + 20, 6 * P + 20 + 75
 
@@ -35,7 +36,7 @@ def rotations() -> LayerRotations:
 
 
 def activations(layer: int, row: int, first: int, end: int) -> list[torch.Tensor]:
-    """q, k and v of some tokens of a row, the same whatever the chunks."""
+    """Returns q, k and v of some tokens of a row; they do not depend on the chunks."""
     draw = torch.Generator().manual_seed(10 * layer + row)
     parts = (torch.randn(1000, n * D, generator=draw).bfloat16() for n in (Q_HEADS, KV_HEADS, KV_HEADS))
     return [x[first:end] for x in parts]
@@ -43,12 +44,12 @@ def activations(layer: int, row: int, first: int, end: int) -> list[torch.Tensor
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch):
-    """``Worker.extend`` says what is scored; afterwards nothing is."""
+    """Restores the current runtime after a test; ``Worker.extend`` replaces it to say which requests are scored."""
     monkeypatch.setattr(runtime, "_current", None)
 
 
 class Worker:
-    """A backend of two layers, to which batches come as SGLang builds them."""
+    """A backend of two layers, whose batches are built as SGLang builds them."""
 
     def __init__(self, recent_pages: int) -> None:
         from sglang_kvq.sglang.attention.backend import KVQuantBackend
@@ -64,7 +65,7 @@ class Worker:
         self.stored = {ROW: 0, OTHER: 0}
 
     def extend(self, new: dict[int, int], scores: dict[int, KeyScores] | None = None, padding: int = 0) -> torch.Tensor:
-        """``scores``: by row. Returns both layers' outputs."""
+        """Runs one chunk of each row in ``new`` and returns both layers' outputs; ``scores`` is by row."""
         prefix = [self.stored[row] for row in new]
         spans = [(row, p, p + n) for (row, n), p in zip(new.items(), prefix)]
         loc = torch.cat([self.pool.req_to_token[row, first:end] for row, first, end in spans])
@@ -98,7 +99,7 @@ def rotated(worker: Worker, layer: int, first: int, end: int) -> tuple[torch.Ten
 
 
 def defined(worker: Worker) -> torch.Tensor:
-    """Scores of keys as they were computed: nothing was quantized."""
+    """Returns the defined scores of the computed keys, none of which is quantized."""
     scores = []
     for layer in range(len(LAYERS)):
         q, k = rotated(worker, layer, 0, LENGTH)
@@ -117,7 +118,7 @@ CHUNKS = {
 
 @pytest.mark.parametrize("chunks", CHUNKS.values(), ids=CHUNKS)
 def test_scores_are_the_definitions_whatever_the_chunks(chunks):
-    """All in BF16; another request's chunk before or behind, and padding, change nothing."""
+    """While all keys are in BF16, neither chunks nor another request's chunk nor padding change the scores."""
     worker = Worker(recent_pages=12)
     scores = worker.collected()
     for n, new in enumerate(chunks):
@@ -128,7 +129,7 @@ def test_scores_are_the_definitions_whatever_the_chunks(chunks):
 
 
 def test_without_rotations_scores_are_the_same():
-    """Keys in the rotated basis give what plain keys do, but for BF16's rounding."""
+    """Keys in the rotated basis give the scores of plain keys, up to BF16's rounding."""
     worker = Worker(recent_pages=12)
     scores = worker.collected()
     worker.extend({ROW: LENGTH}, {ROW: scores})
@@ -140,7 +141,7 @@ def test_without_rotations_scores_are_the_same():
 
 
 def test_stored_keys_are_scored_as_attention_reads_them():
-    """Sinks in BF16, then records of 2 bits, then a window; the rest of the block comes with the prompt."""
+    """Scores use the keys that attention reads: BF16 sinks, 2-bit records, the window, and the new tokens."""
     worker = Worker(recent_pages=1)
     scores = worker.collected()
     pool, stored = worker.pool, 5 * P + 30
@@ -157,7 +158,7 @@ def test_stored_keys_are_scored_as_attention_reads_them():
 
 
 def test_batches_without_scored_requests_are_as_before(monkeypatch):
-    """No call, no plan, and the same bits: scoring reads, and changes nothing of the batch."""
+    """Scoring changes no output, and batches without scored requests never call it."""
     plain, scored = Worker(2), Worker(2)
     monkeypatch.setattr(plain.ops, "score_keys", None)  # a call would raise
     scores = scored.collected()
@@ -180,7 +181,7 @@ def current(monkeypatch):
 
 
 def batch_of(*rids: str) -> ForwardBatch:
-    """As SGLang passes it on: a copy of what it made."""
+    """Returns a batch as SGLang passes it on: a copy of the one that it made."""
     none = torch.empty(0)
     return dataclasses.replace(ForwardBatch(None, len(rids), none, none, none, none, 0, rids=list(rids)))
 

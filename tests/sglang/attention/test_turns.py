@@ -1,4 +1,4 @@
-"""Decode batches that take turns, as micro-batches of pipeline stages do: each answers as if it were alone."""
+"""Decode batches that take turns, as micro-batches of pipeline stages do, answer as if each ran alone."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.sglang.attention.test_mixed_batches import decode_row, worker
 
 @pytest.mark.parametrize("later", [0, 1, 2, 64])
 def test_batches_that_take_turns_answer_as_alone(later):
-    """With ``later`` 1 each length of the second batch continues one of the first."""
+    """With ``later`` = 1 the second batch could be mistaken for the next step of the first, by its length."""
     lens = {1: 300, 2: 300 + later}
     both, alone = worker(False), {row: worker(False) for row in lens}
     for row, length in lens.items():

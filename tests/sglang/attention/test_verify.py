@@ -1,4 +1,4 @@
-"""TARGET_VERIFY batches at the backend: what is accepted is what decoding would have given, whatever was rejected."""
+"""TARGET_VERIFY batches at the backend: accepted drafts give what decoding gives, whatever else was rejected."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ PROMPT = {1: 150, 2: 70}
 
 
 def activations(row: int, position: int, wrong: int = 0) -> list[torch.Tensor]:
-    """q, k and v of one token; a rejected draft has others, ``wrong`` says which."""
+    """Returns q, k and v of one token; ``wrong`` selects other values, for a rejected draft."""
     draw = torch.Generator().manual_seed(1000 * position + 10 * row + wrong)
     return [torch.randn(1, n * D, generator=draw).bfloat16() for n in (Q_HEADS, KV_HEADS, KV_HEADS)]
 
 
 class Drafting(Worker):
-    """Steps of both rows; ``host_lens``: whether SGLang says the lengths on the host."""
+    """Decodes and verifies tokens of both rows; ``host_lens``: whether SGLang gives the lengths on the host."""
 
     def __init__(self, recent_pages: int, host_lens: bool = True, branching: bool = False) -> None:
         super().__init__(recent_pages)
@@ -32,7 +32,7 @@ class Drafting(Worker):
         self.extend(PROMPT, sum(PROMPT.values()), 0)
 
     def step(self) -> dict[int, torch.Tensor]:
-        """Decode a token of each row: results by row."""
+        """Decodes a token of each row and returns the results by row."""
         new = [activations(row, n) for row, n in self.stored.items()]
         self.activations = lambda tokens, seed: [torch.cat(x) for x in zip(*new)]
         out = self.decode(2, 0)
@@ -46,10 +46,10 @@ class Drafting(Worker):
         pad_tokens: int = 0,
         masks: torch.Tensor | None = None,
     ) -> dict[int, torch.Tensor]:
-        """Verify drafts, of which each row's first ``right`` are what decoding gives; these are accepted.
+        """Verifies drafts; each row's first ``right`` drafts are what decoding gives, and are accepted.
 
         Returns:
-            of each row its results, ``[count, ...]``.
+            each row's results, ``[count, ...]``.
         """
         new = [
             activations(row, n + t, 0 if t < right[row] else 1 + t)
@@ -81,7 +81,7 @@ class Drafting(Worker):
     ("count", "host_lens"), [(2, False), (4, True), (7, False)], ids=["2", "4, lengths on the host", "7"]
 )
 def test_accepted_drafts_are_what_decoding_gives(count, host_lens):
-    """Everything in BF16, through a page and more, with padding; results to rounding, what is stored to the bit."""
+    """With everything in BF16, across pages and with padding, results agree to rounding and stored values exactly."""
     rng = random.Random(count)
     plain, drafting = Drafting(12), Drafting(12, host_lens)
     want: dict[tuple[int, int], torch.Tensor] = {}
@@ -106,7 +106,7 @@ def test_accepted_drafts_are_what_decoding_gives(count, host_lens):
 
 @pytest.mark.parametrize("count", [5, 64])
 def test_records_are_those_of_decoding(count):
-    """Pages that became records hold committed tokens only, whenever that was."""
+    """Records hold committed tokens only, whenever their pages were quantized."""
     rng = random.Random(count)
     plain, drafting = Drafting(1), Drafting(1, host_lens=False)
     for _ in range(130):
@@ -124,7 +124,7 @@ def test_records_are_those_of_decoding(count):
 
 
 def test_branches_do_not_see_each_other():
-    """Two guesses for one place: each gives what it would alone."""
+    """Two guesses for one position each give the result that they would give alone."""
     workers = [Drafting(12, branching=True) for _ in range(3)]
     chain = torch.ones(2, 2).tril().bool()
     fork = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]]).bool()

@@ -1,4 +1,4 @@
-"""A layer with a window and one that sees all tokens, over SGLang's two pools, against plain attention."""
+"""A sliding-window layer and a full-attention layer over SGLang's two pools agree with plain attention."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HEADS, D, TOKENS = 4, 64, 5 * P + 20
 
 @pytest.fixture
 def model(served):
-    """With windows of BF16 pages that hold the whole request: nothing is quantized."""
+    """Returns a model whose BF16 window holds the whole request, so that nothing is quantized."""
     return WindowTreeModel(20, 20, 2, sink_pages=1, recent_pages=12)
 
 
@@ -42,7 +42,7 @@ def layer(layer_id: int):
 
 
 def plain(q, k, v, window: int | None, sinks) -> torch.Tensor:
-    """Causal attention of all tokens in float64, ``[tokens, HEADS * D]``."""
+    """Returns causal attention of all tokens in float64, ``[tokens, HEADS * D]``."""
     q, k, v = q.double().view(-1, HEADS, D).transpose(0, 1), k.double(), v.double()
     behind = torch.arange(len(k))[:, None] - torch.arange(len(k))
     x = (q @ k.T * D**-0.5).masked_fill((behind < 0) | (behind > (window or len(k))), float("-inf"))
@@ -52,7 +52,7 @@ def plain(q, k, v, window: int | None, sinks) -> torch.Tensor:
 
 
 def batch_of(model, row: int, prefix: int, new: int):
-    """What SGLang hands a backend: a chunk, or a decode step where ``new`` is 0."""
+    """Returns a batch as SGLang hands it to a backend: a chunk, or a decode step if ``new`` is 0."""
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
     length = prefix + (new or 1)
@@ -75,7 +75,7 @@ def test_both_layers_in_chunks_and_a_step(model, backend, with_sinks):
     model.write_row(row, 0, model.take_pages(6))
     given = {i: [torch.randn(TOKENS, n * D).bfloat16() for n in (HEADS, 1, 1)] for i in (0, 1)}
     for prefix, new in ((0, 200), (200, TOKENS - 201), (TOKENS - 1, 0)):
-        if prefix == TOKENS - 1:  # what no window reaches any more
+        if prefix == TOKENS - 1:  # frees the tokens that no window reaches any more
             model.allocator.free_swa(model.pool.req_to_token[row, : 2 * P].long())
         batch = batch_of(model, row, prefix, new)
         backend.init_forward_metadata(batch)
@@ -89,7 +89,7 @@ def test_both_layers_in_chunks_and_a_step(model, backend, with_sinks):
 
 @pytest.mark.skipif(compat.applies(OLD_TREE, compat.sglang_version()), reason="pages never come from the host")
 def test_both_layers_wait_for_pages_from_the_host(model, backend):
-    """SGLang's pool of both kinds knows what to wait for, by the model's layers; ours is told that nothing comes."""
+    """SGLang's pool of both kinds makes each layer wait for its own pages, by the model's layer ids."""
     waited = []
     model.both.register_layer_transfer_counter(SimpleNamespace(wait_until=waited.append))
     model.write_row(1, 0, model.take_pages(6))
@@ -103,12 +103,12 @@ def test_both_layers_wait_for_pages_from_the_host(model, backend):
 
 
 def draw(tokens: int) -> list[torch.Tensor]:
-    """q, k and v."""
+    """Returns random q, k and v."""
     return [torch.randn(tokens, n * D).bfloat16() for n in (HEADS, 1, 1)]
 
 
 def verify_batch(model, stored: dict[int, int], count: int, masks: torch.Tensor | None):
-    """``count`` drafts of each row, after the tokens that it has stored."""
+    """Returns a batch that verifies ``count`` drafts of each row, after its stored tokens."""
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
     lens = torch.tensor(list(stored.values()))
@@ -126,14 +126,17 @@ def verify_batch(model, stored: dict[int, int], count: int, masks: torch.Tensor 
 @pytest.mark.parametrize("masked", [False, True], ids=["chains", "masks"])
 @pytest.mark.parametrize("with_sinks", [False, True], ids=["plain", "sinks"])
 def test_both_layers_verify_drafts(model, backend, with_sinks, masked):
-    """Two requests, one of them shorter than a window; drafts cross a page, some are rejected and written over, and
-    what no window reaches any more is gone. With masks the last draft is another guess for what follows the first."""
+    """Drafts of two requests, one shorter than a window, give what plain attention gives in both layers.
+
+    Drafts cross a page, some are rejected and written over, and tokens that no window reaches are freed. With masks,
+    the last draft is another guess for the token after the first draft.
+    """
     torch.manual_seed(1)
     count, sinks = 5, torch.tensor([-1.0, 2.0, 5.0, 9.0]).bfloat16() if with_sinks else None
     backend.full.seen.branching = masked
     stored = {1: 3 * P + 60, 2: 40}
     pages = {row: model.take_pages(6) for row in stored}
-    given = {}  # of each row and layer: q, k, v of all its tokens
+    given = {}  # by row and layer: q, k, v of all tokens
     for row, length in stored.items():
         model.write_row(row, 0, pages[row])
         given[row] = {i: draw(length) for i in (0, 1)}
@@ -156,12 +159,12 @@ def test_both_layers_verify_drafts(model, backend, with_sinks, masked):
             for row, mine in zip(stored, got):
                 all_of = [torch.cat(pair) for pair in zip(given[row][i], new[row][i])]
                 want = plain(*all_of, WINDOW if i == 0 else None, sinks)[-count:]
-                seen = count - masked  # in a chain
+                seen = count - masked  # drafts that form a chain
                 torch.testing.assert_close(mine[:seen], want[:seen], rtol=2e-2, atol=1e-2)
                 if masked:
                     other = [torch.cat([x[: 1 - count], x[-1:]]) for x in all_of]
                     want = plain(*other, WINDOW if i == 0 else None, sinks)[-1]
-                    if i == 1 or stored[row] < WINDOW:  # a window ends where its token lies
+                    if i == 1 or stored[row] < WINDOW:  # a window is measured from the place where its token is stored
                         torch.testing.assert_close(mine[-1], want, rtol=2e-2, atol=1e-2)
         for row in stored:
             stored[row] += accepted
@@ -182,7 +185,7 @@ def test_what_sglang_asks_of_it(model, backend):
 
 
 def test_what_speculation_asks_of_it(backend):
-    """Lengths on the host are needed if either needs them; masks are made where SGLang's backend wants them."""
+    """Host lengths are needed if either backend needs them; masks are stored where SGLang's backend wants them."""
     from sglang_kvq.sglang.attention.window_backend import WindowedBackend
 
     class Windows:
@@ -211,7 +214,7 @@ def test_the_later_end_of_shared_reads_counts(backend):
 
 
 def test_models_do_not_store_themselves(backend, monkeypatch):
-    """The pool of both kinds of layers says bfloat16; SGLang fuses no writes into it."""
+    """SGLang fuses no writes into the pool of both kinds of layers, although that pool says bfloat16."""
     from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
     from sglang.srt.models import utils
 
@@ -224,7 +227,7 @@ def test_models_do_not_store_themselves(backend, monkeypatch):
 
 
 def test_any_layer_of_the_pool_may_be_looked_at(model):
-    """SGLang's Triton backend looks at the first, whichever that is; of ours there is nothing to see."""
+    """SGLang's Triton backend looks at the pool's first layer; if that is ours, it gets a windowed layer's buffer."""
     from sglang_kvq.sglang.attention.window_backend import windows_only
 
     with pytest.raises(NotImplementedError, match="keeps no plain K and V buffers"):

@@ -1,4 +1,4 @@
-"""Which rotations each tensor-parallel worker applies: those of its own layers and KV heads."""
+"""Each tensor-parallel worker applies the rotations of its own layers and KV heads."""
 
 from types import SimpleNamespace
 
@@ -29,7 +29,7 @@ MODEL = dict(
 
 @pytest.fixture
 def runner(tmp_path):
-    """A model of 6 KV heads, and the flags with which it is served."""
+    """Returns a model of 6 KV heads, and the config with which it is served."""
     save_rotations(random_rotations(layers=LAYERS, heads=HEADS, balanced=True), tmp_path / "r", kv_heads=HEADS)
     model = SimpleNamespace(hf_config=MODEL, model_path=str(tmp_path))
     return SimpleNamespace(model_config=model, device="cpu"), KVQuantConfig("oscar", rotations=str(tmp_path / "r"))
@@ -43,7 +43,7 @@ def rank_rotations(runner, monkeypatch, rank: int, size: int, heads: int, first:
 
 @pytest.mark.parametrize("size", [1, 2, 3, 6])
 def test_random_rotations_are_those_of_the_global_heads(runner, monkeypatch, size):
-    """Every rank draws the whole model's and keeps its own: the cache does not depend on the tensor-parallel size."""
+    """Every rank draws the whole model's rotations and keeps its part, so the TP size does not change the cache."""
     runner = runner[0], KVQuantConfig("turboquant", seed=5)
     whole = rank_rotations(runner, monkeypatch, 0, 1, HEADS)[0]
     parts = [rank_rotations(runner, monkeypatch, rank, size, HEADS // size)[0] for rank in range(size)]
@@ -77,7 +77,7 @@ def test_layers_of_a_later_stage(runner, monkeypatch):
 
 
 def test_files_have_the_cached_layers_only(runner, monkeypatch):
-    """A hybrid of 16 layers, of which 4 are of full attention."""
+    """A file for a hybrid of 16 layers holds rotations of its 4 full-attention layers only."""
     hybrid = MODEL | dict(num_hidden_layers=4 * LAYERS, full_attention_interval=4)
     runner[0].model_config.hf_config = hybrid
     whole = load_rotations(runner[1].rotations, layers=LAYERS, kv_heads=HEADS, head_dim=D)
@@ -89,12 +89,12 @@ def test_files_have_the_cached_layers_only(runner, monkeypatch):
 
 @pytest.mark.parametrize("linear", [True, False])
 def test_the_cache_is_sized_for_the_layers_in_it(runner, monkeypatch, linear):
-    """SGLang counts the layers of its pool; if the config says otherwise, formats would be of other layers."""
+    """SGLang's count of cached layers must match the model's config; otherwise formats would be of other layers."""
     from sglang_kvq.sglang import runtime
     from sglang_kvq.sglang.memory import capacity
 
     monkeypatch.setattr(runtime, "_current", None)
-    monkeypatch.setattr(capacity.drafts, "keeps_states", lambda model: True)  # which asks SGLang's config
+    monkeypatch.setattr(capacity.drafts, "keeps_states", lambda model: True)  # the original asks SGLang's config
     hybrid = MODEL | dict(num_hidden_layers=2 * LAYERS, layer_types=["linear_attention", "full_attention"] * LAYERS)
     model = SimpleNamespace(hf_config=hybrid if linear else MODEL, model_path="m", head_dim=D)
     configurator = SimpleNamespace(
@@ -118,7 +118,7 @@ def test_the_cache_is_sized_for_the_layers_in_it(runner, monkeypatch, linear):
 
 @pytest.mark.parametrize("size", [1, 2, 6])
 def test_every_worker_folds_the_same_steps(runner, monkeypatch, tmp_path, size):
-    """Widths are of all heads and layers together, so a worker's part is that of one worker alone."""
+    """Widths are those of all heads and layers together, so a worker's part is that of one worker alone."""
     save_rotations(random_transform(LAYERS, HEADS), tmp_path / "t", kv_heads=HEADS)
     config = KVQuantConfig("transform", rotations=str(tmp_path / "t"))
     formats = resolve_formats(config, resolve_rotations(config, "m", runner[0].model_config.hf_config), MODEL)
@@ -141,7 +141,7 @@ def test_every_worker_folds_the_same_steps(runner, monkeypatch, tmp_path, size):
 
 
 def test_a_start_reads_the_file_once(applied, command_line, tmp_path, monkeypatch):
-    """Checked in whole, asked for its clips when the cache is sized, given to the worker: one process, one read."""
+    """A process reads the rotation file once: to check it, to size the cache, and to give it to the worker."""
     from sglang_kvq.rotations.storage import files
     from sglang_kvq.sglang import checks, compat, runtime
     from sglang_kvq.sglang.memory import capacity

@@ -1,4 +1,4 @@
-"""The hooks on SGLang's prefill/decode disaggregation, and what is refused beside it."""
+"""The hooks on SGLang's prefill/decode disaggregation, and the settings that are refused with it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ MODEL = SimpleNamespace(is_hybrid_swa=False)
 
 @pytest.fixture
 def plain(monkeypatch):
-    """A model without recurrent states."""
+    """Makes ``MODEL`` a model without recurrent states."""
     monkeypatch.setattr(transfers, "keeps_states", lambda model: model is not MODEL)
 
 
@@ -185,7 +185,7 @@ def test_the_name_tells_rotations_apart():
 
 @pytest.fixture
 def worker(monkeypatch):
-    """A worker whose transfers have begun: its runtime with a cache of ``Model``, and the model."""
+    """``worker(decode)`` returns the runtime of a worker whose transfers have begun, and the model of its cache."""
 
     def begin(decode: bool) -> tuple[runtime.Runtime, Model]:
         model = Model(40, 30, 4, 1, 2)

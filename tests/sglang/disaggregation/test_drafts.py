@@ -1,4 +1,4 @@
-"""Drafts between two servers: what is sent for them, what a first round begins with, what a retraction keeps."""
+"""Drafts in disaggregated serving: what is sent for them, what a first round begins with, what a retraction keeps."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ pytestmark = pytest.mark.skipif(
     not compat.applies(hooks.TRANSFERS, compat.sglang_version()), reason="this SGLang release sends plain pages only"
 )
 STEPS = 4
-#: Two requests' rows, and a row that another request had before.
+#: Rows of two requests; another request had the second row before.
 ROWS = (2, 5)
 
 
 @pytest.fixture
 def spec(monkeypatch):
-    """``spec(name)``: the algorithm, as SGLang's modules read it."""
+    """``spec(name)`` sets the algorithm in SGLang's modules and returns it."""
     import sglang.srt.runtime_context as context
     from sglang.srt.speculative import eagle_disaggregation, spec_utils
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
@@ -72,7 +72,7 @@ def stock(self, batch, last_tokens, future_map):
 
 
 def computed(room: int) -> SimpleNamespace:
-    """A request whose prompt was just computed, as SGLang leaves it."""
+    """Returns a request as SGLang leaves it when its prompt has just been computed."""
     return SimpleNamespace(
         output_ids=[7],
         metadata_buffer_index=room,
@@ -92,11 +92,11 @@ def computed(room: int) -> SimpleNamespace:
 
 
 def sent(algorithm, guess) -> list[SimpleNamespace]:
-    """Returns a decode server's view of two requests, through SGLang's own buffers."""
+    """Sends two requests through SGLang's own buffers and returns the decode server's view of them."""
     from sglang.srt.disaggregation.utils import MetadataBuffers
 
     buffers = MetadataBuffers(2, 16, torch.float32, 8)
-    buffers.output_topk_index.fill_(55)  # of the slot's last owner
+    buffers.output_topk_index.fill_(55)  # left by the slot's last owner
     reqs = [computed(room) for room in range(2)]
     drafts.before_prefill_result(
         SimpleNamespace(spec_algorithm=algorithm), SimpleNamespace(reqs=reqs), SimpleNamespace(next_draft_input=guess)
@@ -139,7 +139,10 @@ def test_eagle_begins_as_sglang_begins_it(spec):
 
 @pytest.mark.parametrize("name", ["STANDALONE", "NGRAM"])
 def test_sglang_itself_begins_with_nothing(spec, name):
-    """Once it does more, what the plugin does instead is to be looked at."""
+    """SGLang's own function starts without any draft.
+
+    If a release changes that, review what the plugin does instead.
+    """
     from sglang.srt.managers.overlap_utils import RelayPayload
 
     algorithm = spec(name)
@@ -162,7 +165,7 @@ def test_n_grams_begin_with_nothing_accepted(spec, overlap):
     relay = future_map(algorithm)
     left = torch.full((1, STEPS), 9, dtype=torch.int32)
     payload = RelayPayload(None, accept_tokens=left, accept_lens=torch.tensor([3], dtype=torch.int32))
-    relay.stash(torch.tensor([ROWS[1]]), payload)  # by the row's last owner
+    relay.stash(torch.tensor([ROWS[1]]), payload)  # left by the row's last owner
     batch = prebuilt(overlap)
     first = drafts.around_first_round(stock, algorithm, batch, torch.tensor([7, 8]), relay)
     assert first.accept_lens.tolist() == [0, 0] and first.new_seq_lens.tolist() == [70, 130]
@@ -187,7 +190,7 @@ def draft_pool(pages: int, layers: int = 1, heads: int = 2, dtype=torch.bfloat16
 
 @pytest.fixture
 def worker(monkeypatch, spec):
-    """``worker(pool, name)``: what a worker registers beside this draft model's pool, and its handover."""
+    """``worker(pool, name)`` returns what a worker with this draft pool registers, its handover and its cache."""
     import sglang.srt.runtime_context as context
     from sglang.srt.disaggregation.base.conn import KVArgs
     from sglang.srt.disaggregation.utils import setup_state_kv_args
@@ -212,7 +215,7 @@ def worker(monkeypatch, spec):
 
 
 def test_entries_of_both_servers_are_paired_one_to_one(worker):
-    """SGLang halves them: our records, one to make them even, then a draft's keys and values."""
+    """SGLang halves the list of entries: our records, one more to make them even, then a draft's keys and values."""
     from sglang.srt.disaggregation.common.conn import CommonKVManager
 
     entries = []

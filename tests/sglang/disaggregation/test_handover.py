@@ -1,4 +1,4 @@
-"""Two servers' caches and the wire between them: what a decode server reads is what the prefill server computed."""
+"""Two servers' caches and the wire between them: the decode server reads what the prefill server computed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def transfers(model: Model, decode: bool) -> Handover:
 
 @dataclass(eq=False)
 class Sent:
-    """A request between the servers: its two halves, and what is still on the wire."""
+    """A request between the servers: its two halves, and the transfers still on the wire."""
 
     prefill: Request
     decode: Request
@@ -41,9 +41,9 @@ class Sent:
 
 
 class Pair:
-    """A prefill server and a decode server; bytes move as SGLang moves them, by pointers and bytes of a page.
+    """A prefill server and a decode server; bytes move as SGLang moves them, by pointers and bytes per page.
 
-    ``drafts`` is how many tokens a step of the decode server writes for each request; 1 without drafts.
+    ``drafts`` is how many tokens a decode step writes for each request; 1 means that nothing is drafted.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Pair:
         self.rng, self.radix, self.drafts = rng, radix, drafts
         self.p = Model(60, slots + rows, rows, sinks, recent, prefill_pages=2, **more)
         self.d = Model(60, slots, rows + 2, sinks, recent, **more)
-        self.most_running = rows  # of the decode server's rows; the others wait for their cache
+        self.most_running = rows  # the decode server's other rows wait for their cache
         self.hp, self.hd = transfers(self.p, False), transfers(self.d, True)
         self.under_way: list[Sent] = []
         self.decoding: list[Request] = []
@@ -70,7 +70,7 @@ class Pair:
     # -- the prefill server --------------------------------------------------------------------------
 
     def compute(self, tokens: list[int], entry: int) -> Request | None:
-        """Chunks of whole pages; the last one packs the window."""
+        """Computes a prompt in chunks of whole pages; the last chunk packs the window."""
         p, rng = self.p, self.rng
         request = p.start(tokens)
         if request is None:
@@ -96,7 +96,7 @@ class Pair:
         p.land()
         return request
 
-    # -- between -------------------------------------------------------------------------------------
+    # -- between the servers -------------------------------------------------------------------------
 
     def send(self, tokens: list[int]) -> None:
         d = self.d
@@ -172,7 +172,7 @@ class Pair:
         return sum(request.pages_wanted(self.drafts) for request in self.decoding)
 
     def retract(self, request: Request) -> None:
-        """Forgets tokens that a batch in flight accepts: they are not known yet."""
+        """Retracts a request, and forgets tokens that a batch in flight accepts, because they are not known yet."""
         d = self.d
         d.land()
         self.decoding.remove(request)
@@ -242,7 +242,7 @@ class Pair:
 
 
 def move(source: tuple, target: tuple, pages: list[int], others: list[int]) -> None:
-    """Copies items of entries, paired half by half as SGLang pairs keys and values."""
+    """Copies pages of all entries, paired half by half as SGLang pairs keys and values."""
     half = len(source[0]) // 2
     assert half * 2 == len(source[0]) == len(target[0])
     for first, second, size in zip(source[0], target[0], source[2]):
@@ -252,7 +252,7 @@ def move(source: tuple, target: tuple, pages: list[int], others: list[int]) -> N
 
 @each(seed=range(4), overlap={"in-flight": True, "alone": False})
 def test_random_schedules(seed, overlap):
-    """Every read of the decode server, and every table of both, after every event."""
+    """On random schedules, the decode server's reads and both servers' tables are right after every event."""
     pair = Pair(random.Random(700 + seed), overlap)
     pair.run(120)
     assert pair.counts["arrived"] > 5 and pair.counts["aborted"], pair.counts
@@ -261,7 +261,7 @@ def test_random_schedules(seed, overlap):
 
 @each(seed=range(2), overlap={"in-flight": True, "alone": False}, drafts={"two": 2, "five": 5})
 def test_random_schedules_of_a_decode_server_that_drafts(seed, overlap, drafts):
-    """The first step after an arrival, or a retraction, writes drafts that may begin a page."""
+    """With drafts, the first step after an arrival or a retraction writes tokens that may begin a page."""
     pair = Pair(random.Random(900 + seed), overlap, drafts=drafts)
     pair.run(120)
     assert pair.counts["arrived"] > 5 and pair.counts["aborted"], pair.counts
@@ -270,7 +270,7 @@ def test_random_schedules_of_a_decode_server_that_drafts(seed, overlap, drafts):
 
 @pytest.mark.parametrize("steps", [1, 40, 64, 130])
 def test_a_retracted_request_goes_on_where_it_was(steps):
-    """Two requests run; one leaves its pages and its row, and comes back in others."""
+    """One of two running requests leaves its pages and its row, and resumes in others."""
     pair = Pair(random.Random(9), overlap=True)
     for first in (0, 1000):
         pair.send(list(range(first, first + 5 * P + 3)))
@@ -340,7 +340,7 @@ def test_a_window_of_another_length_is_refused():
 
 
 def test_requests_that_end_without_a_plan_do_not_keep_their_entries():
-    """Of one token each: they arrive and end before any plan. The next request must find room all the same."""
+    """Requests of one token arrive and end before any plan; even so, their entries become free again."""
     pair = Pair(random.Random(5), overlap=False)
     for n in range(ENTRIES):
         pair.send(list(range(100 + n)))

@@ -1,4 +1,4 @@
-"""``kvq doctor`` passes where the tests run, and names whatever is broken on purpose."""
+"""``kvq doctor`` passes where the tests run, and names each thing that a test breaks."""
 
 import itertools
 import json
@@ -35,7 +35,7 @@ def usual_environment(monkeypatch):
 
 
 def lines(only: str | None = None, monkeypatch=None) -> tuple[int, list[str]]:
-    """The exit status and the output of the command, of one check if given."""
+    """Returns the command's exit status and output lines; ``only`` limits it to one check."""
     if only:
         monkeypatch.setattr(doctor, "CHECKS", {only: doctor.CHECKS[only]})
     result = CliRunner().invoke(app, ["doctor"])
@@ -68,7 +68,7 @@ def test_every_module_of_the_kernels_is_looked_at(monkeypatch):
 
 
 def decoded() -> set[str]:
-    """The routines that the geometries of ``kernel_check`` take, as ``decode_launch`` launches them."""
+    """Returns the routines that ``kernel_check``'s geometries use, as ``decode_launch`` launches them."""
     from sglang_kvq.kernels.decode.decode_attention import decode_launch, decode_routine
     from sglang_kvq.kernels.device.codes import record_of
     from sglang_kvq.kernels.device.shape import shape_of
@@ -89,7 +89,7 @@ def test_every_routine_to_decode_is_among_what_is_run():
 
 
 def test_every_served_geometry_decodes_by_such_a_routine():
-    """And every routine serves some, so that none is run for nothing."""
+    """Every served geometry decodes by one of ``ROUTINES``, and each of these serves some geometry."""
     from sglang_kvq.kernels.decode.decode_attention import ROUTINES, decode_launch, decode_routine
     from sglang_kvq.kernels.device.codes import record_of
     from sglang_kvq.kernels.device.shape import shape_of
@@ -106,7 +106,7 @@ def test_every_served_geometry_decodes_by_such_a_routine():
 
 @pytest.mark.slow
 def test_every_kernel_is_launched_and_right():
-    """What a GPU runs, in the interpreter; of one method's records, which take every kernel."""
+    """The check that a GPU runs passes in the interpreter; records of one method reach every kernel."""
     code = (
         "import torch\n"
         "from sglang_kvq.sglang.doctor import kernels as kernel_check\n"
@@ -190,7 +190,7 @@ def test_folder_that_hides_sglangs_kernels(monkeypatch, tmp_path):
 
 
 def test_clone_as_current_folder_hides_nothing(monkeypatch, tmp_path):
-    """Neither where nothing else has that name nor where SGLang's kernels do."""
+    """A clone as current folder hides no other ``triton_kernels``, whether or not SGLang's kernels have one."""
     monkeypatch.syspath_prepend(str(ROOT))
     monkeypatch.delitem(sys.modules, "triton_kernels", raising=False)
     status, shown = lines("triton_kernels", monkeypatch)

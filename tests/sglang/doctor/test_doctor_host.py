@@ -1,4 +1,4 @@
-"""``kvq doctor`` names what is wrong with the machine before what that breaks, and how to mend it."""
+"""``kvq doctor`` names a fault of the machine before the faults that it causes, and says how to fix it."""
 
 import os
 import shutil
@@ -38,7 +38,7 @@ def test_causes_come_before_what_they_cause():
     ],
 )
 def test_folder_that_cannot_be_written(tmp_path, monkeypatch, variable, what):
-    """Root may write everywhere, so the folder is below a file, or in /proc."""
+    """The folder is below a file, because root may write everywhere else."""
     (tmp_path / "file").touch()
     place = tmp_path / "file" / "cache"
     monkeypatch.setenv(variable, str(place))
@@ -51,7 +51,7 @@ def test_folder_that_cannot_be_written(tmp_path, monkeypatch, variable, what):
 
 
 def test_folder_of_another_user(tmp_path):
-    """As nobody, where the tests run as root: the error is that of the permissions."""
+    """The system's permission error is named; a child process becomes nobody, because root may write everywhere."""
     if os.geteuid() != 0:
         pytest.skip("needs root to become another user")
     for folder in (tmp_path, *tmp_path.parents[:3]):
@@ -138,7 +138,7 @@ def test_one_cause_is_not_told_once_for_each_symbol(monkeypatch):
 
 @pytest.mark.slow
 def test_module_and_console_script_agree(tmp_path):
-    """From the root of a clone, which comes first on the path of one and not of the other, and from elsewhere."""
+    """Both agree in a clone's root, which comes first on the path of only one of them, and elsewhere."""
     script = Path(sys.executable).with_name("kvq")
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     said = []

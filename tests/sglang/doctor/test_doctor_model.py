@@ -1,4 +1,4 @@
-"""``kvq doctor --model`` answers from a model's config alone, as the server would."""
+"""``kvq doctor --model`` gives the server's answers from a model's config alone."""
 
 import json
 import re
@@ -56,7 +56,10 @@ def test_model_that_is_served():
 
 
 def test_tokens_are_those_that_a_server_had():
-    """Servers had the KV memory that BF16's tokens take. An H100's was shared, an H200's divided once."""
+    """Token counts agree with recorded servers, which had the KV memory of BF16's tokens.
+
+    The H100's memory was shared between records and BF16 pages; the H200's was divided once.
+    """
     if compat.applies(NEW_TREE, compat.sglang_version()):
         rows = json.loads((ROOT / "benchmarks" / "results" / "serving_default_h100.json").read_text())["rows"]
         plain, ours = (next(row["cache_tokens"] for row in rows if row["method"] == name) for name in ("none", "oscar"))
@@ -65,7 +68,7 @@ def test_tokens_are_those_that_a_server_had():
         plain, ours = next((row["none"], row["oscar"]) for row in rows if row["scenario"] == "capacity")
     found = answer(QWEN3, "--memory", str(plain * 147456 / 2**30))
     assert found["tokens_bf16"] == pytest.approx(plain, rel=1e-3)
-    assert found["tokens"] == pytest.approx(ours, rel=1.5e-2)  # the H100's servers found a hundredth more or less free
+    assert found["tokens"] == pytest.approx(ours, rel=1.5e-2)  # the H100's servers had 1% more or less free memory
 
 
 def test_tokens_are_those_of_the_servers_hooks(monkeypatch):
@@ -89,7 +92,7 @@ def test_workers_share_the_heads():
     alone, shared = answer(QWEN3, "--memory", "10"), answer(QWEN3, "--memory", "10", "--tp", "4")
     assert (shared["query_heads"], shared["kv_heads"]) == (8, 2)
     assert shared["bytes_quantized"] == alone["bytes_quantized"] / 4
-    # In a shared memory the BF16 pages that a prefill batch may write come off first; each takes a quarter here.
+    # In a shared memory the BF16 pages that a prefill batch may write come off first; a worker's are a quarter.
     assert 0.99 < shared["tokens"] / (4 * alone["tokens"]) < 1.12
     assert "--tp 4" in shared["command"]
 
@@ -205,7 +208,7 @@ def test_layers_of_full_attention_alone_are_counted(tmp_path, name):
 
 
 def test_hybrid_has_what_a_server_of_an_h200_had():
-    """Of Qwen3-Next-80B-A3B in 64 GiB, as its log in docs/hybrids.md says."""
+    """Figures agree with the log in docs/hybrids.md of a server with Qwen3-Next-80B-A3B and 64 GiB."""
     log = (ROOT / "docs" / "hybrids.md").read_text()
     found = answer(str(ROOT / "benchmarks" / "models" / "qwen3-next-80b-a3b"), "--method", "int2", "--memory", "64")
     states, size, requests = re.search(r"\((\d+) of ([\d.]+) MiB.*for (\d+) running requests", log, re.DOTALL).groups()
@@ -243,7 +246,7 @@ def test_window_that_sglang_does_not_apply_is_said(model_folder):
     ],
 )
 def test_gpus_that_cannot_share_the_heads(model_folder, heads, tp, why):
-    """As SGLang's layers assert: query heads are divided; KV heads too, or each is kept by as many GPUs."""
+    """SGLang's layers divide query heads by the GPUs; KV heads are divided too, or several GPUs keep the same one."""
     model = model_folder(num_attention_heads=heads[0], num_key_value_heads=heads[1], hidden_size=64 * heads[0])
     status, shown = ask(model, "--tp", str(tp))
     assert status == (why is not None) and (why is None or re.search(why, shown[0])), shown
@@ -265,7 +268,7 @@ def test_file_that_this_user_may_not_read_is_named(model_folder, monkeypatch):
     weights = Path(model) / "model.safetensors"
     weights.write_bytes(b"")
     weights.chmod(0o600)
-    monkeypatch.setattr(doctor_model.os, "access", lambda path, mode: Path(path) != weights)  # root may read all
+    monkeypatch.setattr(doctor_model.os, "access", lambda path, mode: Path(path) != weights)  # root may read everything
     with pytest.raises(KVQuantError, match="model.safetensors cannot be read: .* mode 0600, .*; chmod a.r it"):
         ask(model)
 

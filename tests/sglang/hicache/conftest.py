@@ -1,4 +1,4 @@
-"""A small cache, and the host's side of it."""
+"""A small cache and its host pool."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.cache.scheduler_model import PLANES, TWO_BITS, Model
 
 @pytest.fixture(autouse=True)
 def small_host(monkeypatch):
-    """SGLang leaves 10 GiB of host memory alone."""
+    """Lets host pools be small: SGLang would leave 10 GiB of host memory alone."""
     from sglang.srt.mem_cache.pool_host import base
 
     monkeypatch.setattr(base, "HICACHE_HOST_MEMORY_RESERVE_BYTES", 0)
@@ -27,7 +27,7 @@ def m(request, monkeypatch) -> Model:
 
 @pytest.fixture
 def controller(m):
-    """SGLang's queues, over a host pool of ours."""
+    """Returns SGLang's cache controller, working on our host pool."""
     from tests.sglang.hicache.test_hicache import Controller
 
     return Controller(m)

@@ -1,6 +1,6 @@
-"""Stand-ins for the clients of Mooncake and NIXL, over bytes that a test can damage.
+"""Stand-ins for the clients of Mooncake and NIXL, on bytes that a test can damage.
 
-They copy by address, as the clients do, and only within memory that was registered. Above them are SGLang's classes.
+Like the clients, they copy by address and only within registered memory. SGLang's own classes call them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ NO_OBJECT, LEASED = -704, -706
 
 
 class Registered:
-    """Ranges of memory that may be copied from and to."""
+    """Ranges of memory that a client may copy from and to."""
 
     def __init__(self) -> None:
         self.ranges: list[tuple[int, int]] = []
@@ -34,7 +34,7 @@ class Registered:
 
 
 class MooncakeClient:
-    """Its objects are shared by all clients, and under a lease once they were read."""
+    """Stand-in for Mooncake's client: clients share all objects, and only a forced removal works, because of leases."""
 
     objects: dict[str, bytes]
 
@@ -81,7 +81,7 @@ class MooncakeClient:
 
 
 class NixlAgent:
-    """Copies to and from objects, or files by their descriptors."""
+    """Stand-in for NIXL's agent: copies to and from objects, or files by their descriptors."""
 
     objects: dict[str, bytes]
 
@@ -122,7 +122,7 @@ class NixlAgent:
         return direction, host[0], stored[0]
 
     def transfer(self, request: tuple) -> str:
-        """All or nothing, as far as the caller can tell."""
+        """Transfers a batch; the caller learns only whether the whole batch succeeded."""
         direction, host, stored = request
         for (address, size, _), (_, _, place) in zip(host, stored, strict=True):
             if direction == "WRITE":
@@ -146,7 +146,7 @@ class NixlAgent:
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes]:
-    """Makes SGLang find the stand-ins; returns the objects of both."""
+    """Makes SGLang find the stand-ins; returns the objects that both of them store."""
     objects: dict[str, bytes] = {}
     mooncake, nixl = ModuleType("mooncake.store"), ModuleType("nixl._api")
     mooncake.MooncakeDistributedStore = type("Client", (MooncakeClient,), {"objects": objects})
@@ -162,6 +162,6 @@ def install(monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes]:
         package = module.__name__.partition(".")[0]
         monkeypatch.setitem(sys.modules, package, ModuleType(package))
         monkeypatch.setitem(sys.modules, module.__name__, module)
-    # It keeps the client that it was imported with.
+    # SGLang's module keeps the client that it was imported with.
     monkeypatch.delitem(sys.modules, "sglang.srt.mem_cache.storage.nixl.hicache_nixl", raising=False)
     return objects

@@ -1,4 +1,4 @@
-"""Pages between device, host and storage, with the tiers on one side and stand-ins for SGLang's queues on the other."""
+"""Pages move between device, host and storage; the tiers are real, and SGLang's queues are stand-ins."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ RATIO = 2.0
 
 
 def indices(pages: list[int]) -> torch.Tensor:
-    """Of their tokens, as SGLang names places."""
+    """Returns the indices of these pages' tokens, as SGLang numbers them."""
     return (torch.tensor(pages)[:, None] * P + torch.arange(P)).flatten()
 
 
 class Controller(SimpleNamespace):
-    """SGLang's queues, and its order: our hook, then the copies."""
+    """Stand-in for SGLang's cache controller, with its queues and its order: our hook, then the copies."""
 
     def __init__(self, m: Model) -> None:
         from sglang_kvq.sglang.hicache.host_pool import KVQuantHostPool
@@ -40,7 +40,7 @@ class Controller(SimpleNamespace):
         self.storage_host_pool, self.storage_backend, self.page_size = self.host, None, P
 
     def write(self, *nodes: tuple[list[int], list[int]]) -> None:
-        """Pages of nodes of the tree to rows of the host."""
+        """Copies pages of tree nodes to host rows."""
         from sglang_kvq.sglang.hicache.transfers import before_start_writing
 
         self.write_queue = [_operation(*_words(node)) for node in nodes]
@@ -81,13 +81,13 @@ def pages_in_tree(m: Model, text: list[int]) -> list[int]:
 
 
 def evicted(m: Model, text: list[int]) -> None:
-    """The tree forgets a conversation; SGLang keeps its node on the host."""
+    """Evicts all pages, so that the tree forgets a conversation; SGLang keeps its node on the host."""
     m.evict(len(m.tree))
     assert not pages_in_tree(m, text)
 
 
 def loaded(m: Model, controller: Controller, text: list[int], rows: list[int]) -> list[int]:
-    """The conversation's pages are back on the device, in other pages than before."""
+    """Loads the conversation's pages from the host into free device pages, and returns these."""
     pages = m.take_pages(len(rows))
     controller.load((pages, rows))
     for i, page in enumerate(pages):
@@ -98,7 +98,7 @@ def loaded(m: Model, controller: Controller, text: list[int], rows: list[int]) -
 
 
 def test_a_conversation_comes_back_as_it_was(m, controller):
-    """The model compares what is read with what was written: codes, and first tokens where they are kept."""
+    """A conversation comes back with the bytes that were written: codes, and first tokens where they are kept."""
     text = prompt(1)
     m.leave(prefill(m, text), publish=True)
     pages = pages_in_tree(m, text)
@@ -123,7 +123,7 @@ def test_a_conversation_comes_back_as_it_was(m, controller):
 
 
 def test_copies_of_pages_wait_for_loads(m, controller, monkeypatch):
-    """Nobody can wait for a queued load, which has not begun; the layers' stream waits for those under way."""
+    """While a load is queued, copies must be tried again later; the layers' stream waits for loads that have begun."""
     from sglang_kvq.sglang.hicache import transfers
 
     others = SimpleNamespace(mem_pool_host=None, load_queue=[1])
@@ -142,7 +142,7 @@ def test_copies_of_pages_wait_for_loads(m, controller, monkeypatch):
 
 
 def test_first_tokens_come_from_where_they_are(m, controller):
-    """From the BF16 copy, or from where one without a copy is kept; a page in the middle has none."""
+    """A first token is copied from the BF16 copy, or from where it is kept without one; other pages store none."""
     if m.tiers.sink_cache is None:
         assert controller.host.page.token_bytes == 0
         return
@@ -155,7 +155,7 @@ def test_first_tokens_come_from_where_they_are(m, controller):
     page, second, third = pages_in_tree(m, fresh)[:3]
     want = row[:, int(m.pool.page_slot[page]), :, :, 0].clone()
     kept = m.tiers.sink_cache.tokens[:, int(m.tiers.sink_cache.entry[idle_page])].clone()
-    controller.host.kv_buffer.fill_(0xAA)  # whatever was there before
+    controller.host.kv_buffer.fill_(0xAA)  # any old content
     controller.write(([page, second], [4, 6]), ([third], [7]), ([idle_page], [8]))
     page_of, buffer = controller.host.page, controller.host.kv_buffer
     assert [page_of.has_token(buffer, i) for i in (4, 6, 7, 8)] == [True, False, False, True]
@@ -164,13 +164,13 @@ def test_first_tokens_come_from_where_they_are(m, controller):
 
 
 def test_recorded_events_come_first(m, controller):
-    """A page was freed and is allocated for a load before any plan: the load must find it without record and copy."""
+    """A page that was freed and is allocated for a load before any plan has lost its record and its BF16 copy."""
     text = prompt(1)
     m.leave(prefill(m, text), publish=True)
     pages = pages_in_tree(m, text)
     controller.write((pages, [1, 2, 3, 4, 5]))
     evicted(m, text)
-    m.free = sorted(m.free, key=pages.__contains__, reverse=True)  # the same pages again
+    m.free = sorted(m.free, key=pages.__contains__, reverse=True)  # hands out the same pages again
     assert any(isinstance(event, FreedPages) for event in m.tiers.pending._events)
     back = loaded(m, controller, text, [1, 2, 3, 4, 5])
     assert set(back) == set(pages) and not m.tiers.pending and int(m.tiers.errors) == 0
@@ -189,7 +189,7 @@ def test_a_page_that_counts_as_quantized_is_not_loaded_into(m, controller):
 
 
 def test_operations_without_pages_of_ours_move_nothing(m, controller):
-    """SGLang queues them for windows alone, between others or by themselves."""
+    """SGLang also queues operations for windows alone, between others or by themselves; they move no page."""
     text, none = prompt(1), SimpleNamespace(device_indices=indices([1])[:0], host_indices=indices([1])[:0])
     m.leave(prefill(m, text), publish=True)
     pages = pages_in_tree(m, text)
@@ -229,7 +229,7 @@ def test_other_pools_are_left_alone(m):
 
 
 def stored(controller: Controller, keys: list[str], rows: list[int]) -> dict[str, torch.Tensor]:
-    """What storage has after SGLang wrote these rows."""
+    """Returns the contents of storage after SGLang wrote these rows."""
     from sglang_kvq.sglang.hicache.storage import before_page_set
 
     before_page_set(controller, keys, indices(rows))
@@ -237,7 +237,7 @@ def stored(controller: Controller, keys: list[str], rows: list[int]) -> dict[str
 
 
 def fetch(controller: Controller, found: dict[str, torch.Tensor], keys: list[str], rows: list[int]) -> int:
-    """How many pages come, as SGLang's own function reads them one after another."""
+    """Returns how many pages come; ``original`` reads one after another, as SGLang's function does."""
     from sglang_kvq.sglang.hicache.storage import around_page_get
 
     def original(self, operation, hashes, places):
@@ -292,7 +292,7 @@ def test_a_short_file_is_a_miss_and_the_pages_before_it_are_not(controller, foun
 
 
 def test_an_error_of_the_system_is_not_a_damaged_page(controller):
-    """Its file is kept: it may be read next time."""
+    """After an error of the operating system the file is kept, because it may be readable next time."""
     from sglang_kvq.sglang.hicache.storage import around_page_get
 
     def original(*args):
@@ -304,7 +304,7 @@ def test_an_error_of_the_system_is_not_a_damaged_page(controller):
 
 
 def test_a_damaged_file_is_removed(controller, found, tmp_path):
-    """Else SGLang would never write it again."""
+    """If the file remained, SGLang would never write it again."""
     from sglang.srt.mem_cache.hicache_storage import HiCacheFile, HiCacheStorageConfig
 
     from sglang_kvq.sglang.hicache.stores import after_create
@@ -325,7 +325,7 @@ def test_a_damaged_file_is_removed(controller, found, tmp_path):
 
 
 def state(**changes) -> SimpleNamespace:
-    """What a page's bytes depend on."""
+    """Returns a worker's state: all that a page's bytes depend on."""
     config = KVQuantConfig(changes.pop("method", "oscar"), seed=changes.pop("seed", None))
     formats = changes.pop("formats", (PageFormat(64, 64, 0.96, 0.92),) * 2)
     geometry = KVGeometry(changes.pop("kv_heads", 2), formats)
@@ -364,7 +364,7 @@ def test_names_differ_with_all_that_the_bytes_depend_on():
     ],
 )
 def test_storage_that_is_attached_later_is_checked_too(controller, backend, text, monkeypatch):
-    """And the function of names is compiled then, not while a request waits and a flush may come."""
+    """The function that names pages is compiled then too, not later while a request waits."""
     from sglang.srt.mem_cache import utils
 
     from sglang_kvq.sglang.hicache.storage import before_attach
@@ -397,7 +397,7 @@ def test_sizes(m, controller):
 
 
 def test_rows_are_aligned_only_if_the_first_is(controller):
-    """Direct I/O fails from other places; NIXL then copies."""
+    """Direct I/O fails at other addresses; NIXL copies instead."""
     memory = torch.empty(3 * 4096, dtype=torch.uint8)
     begin = -memory.data_ptr() % 4096
     for offset, aligned in ((begin, True), (begin + 64, False)):
@@ -425,7 +425,7 @@ def test_host_memory_is_sized_by_host_pages(m, controller, device_pool):
 
     ours = m.pool.pages * controller.host.page.page_bytes
     assert estimate_bytes(None, params(device_pool), None) == ours
-    # A draft has a place for each page, although its own pool may have fewer.
+    # The host has a place for a draft of each page, although the draft's own pool may have fewer.
     device_pool.size = 600
     draft = SimpleNamespace(size=200, get_kv_size_bytes=lambda: (1000, 500))
     both = SimpleNamespace(full_kv_pool=device_pool, swa_kv_pool=draft, size=600)

@@ -1,4 +1,4 @@
-"""What HiCache cannot be combined with is refused by name and reason; what it can be passes."""
+"""Settings that HiCache cannot be combined with are refused by name and reason; the others pass."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ON = {"enable_hierarchical_cache": True}
 
 @pytest.fixture(autouse=True)
 def release(monkeypatch):
-    """``release("0.5.18")``: as if that was installed."""
+    """``release("0.5.18")`` makes this the installed release."""
 
     def set_to(version: str) -> None:
         monkeypatch.setattr(compat, "sglang_version", lambda: Version(version))
@@ -67,7 +67,7 @@ def test_older_releases_say_which_to_use(release, version):
 
 @pytest.fixture
 def resolved(monkeypatch):
-    """``resolved(config, is_hybrid_swa=True, kv_canary="raise")``: the last check, on these settings and this model."""
+    """``resolved(config, is_hybrid_swa=True, kv_canary="raise")`` runs the last check on this model and settings."""
     from sglang.srt.configs import hybrid_arch
 
     def check(config: KVQuantConfig = CONFIG, states: bool = False, is_hybrid_swa: bool = False, **settings) -> None:
@@ -100,7 +100,7 @@ SESSIONS = SimpleNamespace(episodic=SimpleNamespace(policy="retrieve"))
 
 
 def test_chosen_pages_need_names_with_namespaces(resolved, monkeypatch):
-    """Copies of pages stand for a history in their own namespace; by tokens alone they would be another prompt."""
+    """Copies of a history's pages have their own namespace; named by tokens alone they would be another prompt."""
     from sglang.srt.mem_cache import utils
 
     monkeypatch.setattr(utils, "storage_namespace_seed", lambda *names: "", raising=False)

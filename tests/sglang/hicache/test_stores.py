@@ -1,4 +1,4 @@
-"""Quantized pages in SGLang's Mooncake and NIXL back ends, whose clients damage and lose them."""
+"""Quantized pages in SGLang's Mooncake and NIXL back ends, with clients that damage and lose pages."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ TAG = "some/model-kvq1-test-0123"
 
 
 class Store:
-    """A back end of SGLang's for the host pool of a controller, and what it has stored.
+    """A back end of SGLang's on a controller's host pool, and what it has stored.
 
     Args:
         kind: ``mooncake``, ``nixl objects`` or ``nixl files``.
-        rank, workers: of the tensor parallel group.
+        rank, workers: the rank in the tensor-parallel group, and the group's size.
     """
 
     def __init__(self, kind: str, controller: Controller, objects: dict[str, bytes], rank: int = 0, workers: int = 1):
@@ -50,7 +50,7 @@ class Store:
         controller.storage_backend = self.backend
 
     def write(self, keys: list[str], rows: list[int]) -> bool:
-        """Stores pages as SGLang's thread does, behind our hook."""
+        """Stores pages as SGLang's thread does, after our hook."""
         from sglang.srt.managers.cache_controller import HiCacheController
 
         from sglang_kvq.sglang.hicache.storage import before_page_set
@@ -59,7 +59,7 @@ class Store:
         return HiCacheController._page_set_zero_copy(self.controller, keys, indices(rows))
 
     def read(self, keys: list[str], rows: list[int]) -> int:
-        """Pages that come, of those that the store says it has."""
+        """Reads stored pages into host rows and returns how many came."""
         from sglang.srt.managers.cache_controller import HiCacheController
 
         from sglang_kvq.sglang.hicache.storage import around_page_get
@@ -79,7 +79,7 @@ class Store:
         return [file for file in Path(base).rglob("*") if file.is_file()]
 
     def change(self, key: str, new) -> None:
-        """``new`` of a stored page's bytes take their place; None removes it."""
+        """Replaces a stored page's bytes by ``new`` of them; removes the page if that is None."""
         (name,) = (name for name in self.names() if f"{key}_" in name)
         if self.kind == "nixl files":
             file = Path(self.backend.file_manager.get_file_path(name))
@@ -95,19 +95,19 @@ class Store:
 
 @pytest.fixture
 def create(controller, monkeypatch, tmp_path):
-    """``create("mooncake")``: a store."""
+    """``create("mooncake")`` returns a store."""
     from sglang.srt.environ import envs
 
     objects = fake_stores.install(monkeypatch)
     nixl = "sglang.srt.mem_cache.storage.nixl.hicache_nixl"
     with envs.SGLANG_HICACHE_NIXL_BACKEND_STORAGE_DIR.override(str(tmp_path)):
         yield lambda kind, *rank: Store(kind, controller, objects, *rank)
-    sys.modules.pop(nixl, None)  # it has the stand-in
+    sys.modules.pop(nixl, None)  # SGLang's module has the stand-in
 
 
 @pytest.fixture(params=["mooncake", "nixl objects", "nixl files"])
 def store(request, create, m, controller) -> Store:
-    """It has the pages ``KEYS`` of rows 1 to 4."""
+    """Returns a store that has the pages ``KEYS``, from rows 1 to 4."""
     made = create(request.param)
     m.leave(prefill(m, prompt(1)), publish=True)
     controller.write((pages_in_tree(m, prompt(1))[:4], [1, 2, 3, 4]))
@@ -130,7 +130,7 @@ def test_a_damaged_page_is_a_miss_until_it_is_written_again(store, controller, c
     store.change("c", flipped)
     assert store.read(KEYS, [6, 7, 8, 9]) == 2
     assert controller.host.damaged_pages == 1 and "page c of the storage is damaged" in caplog.text
-    if store.kind != "nixl objects":  # NIXL cannot remove an object, and overwrites it
+    if store.kind != "nixl objects":  # NIXL cannot remove an object, but overwrites it
         assert store.has(KEYS) == 2
     assert store.write(["c", "d"], [3, 4]) and store.has(KEYS) == 4
     assert store.read(KEYS, [6, 7, 8, 9]) == 4 and controller.host.damaged_pages == 1
@@ -145,7 +145,7 @@ def test_the_page_of_another_name_is_damaged(store, controller):
 
 @pytest.mark.parametrize("new", [lambda page: None, lambda page: page[:100]], ids=["lost", "too short"])
 def test_a_lost_or_short_page_is_a_miss(store, controller, new):
-    """NIXL then reads none of the batch; a read leaves parts of others in the rows, which nobody uses."""
+    """NIXL then reads nothing of the batch; rows may keep parts of other pages, which nobody uses."""
     store.change("c", new)
     assert store.read(KEYS, [6, 7, 8, 9]) == (2 if store.kind == "mooncake" else 0)
     assert store.write(KEYS, [1, 2, 3, 4])
@@ -155,7 +155,7 @@ def test_a_lost_or_short_page_is_a_miss(store, controller, new):
 
 @pytest.mark.parametrize("kind", ["mooncake", "nixl objects", "nixl files"])
 def test_workers_have_pages_of_their_own(create, kind):
-    """One of two has other heads than one of four, also where both have one head."""
+    """Rank 1 of 2 has other heads than rank 1 of 4, even if each has one head."""
     for rank, workers in ((0, 1), (0, 2), (1, 2), (1, 4)):
         store = create(kind, rank, workers)
         assert store.has(["a"]) == 0, "another worker's page"
@@ -163,7 +163,7 @@ def test_workers_have_pages_of_their_own(create, kind):
 
 
 def test_a_back_end_within_another(create, monkeypatch):
-    """SGLang's own tests delay and fail calls of any back end."""
+    """SGLang can wrap any back end in one that delays calls; pages still get the names of their worker."""
     from sglang.srt.environ import envs
 
     with envs.SGLANG_TEST_HICACHE_BACKEND_RANDOM_DELAY.override(0.001):
@@ -173,7 +173,7 @@ def test_a_back_end_within_another(create, monkeypatch):
 
 
 def test_names_of_an_unknown_release_are_refused(controller):
-    """Without these attributes, keys and values would be stored apart."""
+    """A back end without these attributes may store keys and values separately."""
     from sglang_kvq.sglang.hicache.stores import after_create
 
     config = SimpleNamespace(tp_size=1)
@@ -192,7 +192,7 @@ def test_names_of_an_unknown_release_are_refused(controller):
 
 def test_mooncake_says_what_it_did_not_remove(create, controller, caplog):
     store = create("mooncake")
-    caplog.clear()  # SGLang's own lines, if an earlier test has raised its level
+    caplog.clear()  # SGLang's own lines, which appear if an earlier test raised its log level
     controller.host.remove_stored("nothing")
     assert not caplog.text, "it is gone already"
     store.backend.store.remove = lambda name, force: -600
@@ -201,7 +201,7 @@ def test_mooncake_says_what_it_did_not_remove(create, controller, caplog):
 
 
 def test_a_class_of_the_user_gets_pages_by_address(controller):
-    """``interface_v1`` of ``dynamic`` takes the way of Mooncake: one address a page."""
+    """A user's class with ``interface_v1`` gets pages like Mooncake: one address per page."""
     from sglang_kvq.sglang.hicache.stores import after_create
 
     controller.host.remove_stored = print

@@ -1,8 +1,8 @@
-"""Where SGLang's source looks at a KV pool or an attention backend, found by reading it.
+"""Finds in SGLang's source where code looks at a KV pool or an attention backend.
 
-A *look* is an attribute that is read, written, asked for with getattr or hasattr, or a test of the object's class.
-Which object is meant follows from names: ``token_to_kv_pool``, ``get_attn_backend()``, an annotation with such a class,
-and any name or ``self`` attribute that was assigned from one of these.
+A *look* is an attribute that is read, written or asked for with getattr or hasattr, or a test of the object's class.
+Names tell which object is meant: ``token_to_kv_pool``, ``get_attn_backend()``, an annotation with such a class, and any
+name or ``self`` attribute that was assigned from one of these.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _CLASSES = {
     BACKEND: re.compile(r"(AttentionBackend|AttnBackend)(Base)?$"),
 }
 _GETTERS = {"get_token_to_kv_pool": POOL, "get_kvcache": POOL, "get_attn_backend": BACKEND}
-#: A file without any of these words has nothing to find.
+#: Files without any of these words contain no look.
 _WORTH_PARSING = re.compile(
     r"kv_?pool|kvcache|attn_backend|attention_backend|KVCache|KVPool|AttnBackend|AttentionBackend"
 )
@@ -31,13 +31,13 @@ _WORTH_PARSING = re.compile(
 
 @dataclass(frozen=True, order=True)
 class Look:
-    """One look.
+    """One place that looks at a pool or a backend.
 
     Attributes:
         path: the file, below ``sglang/srt``.
         kind: ``POOL`` or ``BACKEND``.
-        what: an attribute; with ``?`` behind it if it may be missing (hasattr, getattr with a default), ``=`` if it is
-            written; or ``is Class`` for a test of the object's class, ``type()`` if the class itself is taken.
+        what: an attribute, followed by ``?`` if it may be missing (hasattr, getattr with a default) or by ``=`` if it
+            is written; ``is Class`` for a test of the object's class; ``type()`` if the class itself is taken.
         line: the first place in the file.
     """
 
@@ -48,7 +48,7 @@ class Look:
 
 
 def looks(root: Path, skip: tuple[str, ...] = ()) -> list[Look]:
-    """Every different look of the files below ``root``, but for paths that begin with one of ``skip``."""
+    """Returns every distinct look in the files below ``root``, except in paths that begin with one of ``skip``."""
     found: dict[tuple[str, str, str], int] = {}
     for path in sorted(root.rglob("*.py")):
         name = path.relative_to(root).as_posix()
@@ -65,7 +65,7 @@ def looks(root: Path, skip: tuple[str, ...] = ()) -> list[Look]:
 
 
 def _last(node: ast.AST) -> str | None:
-    """The last part of a dotted name."""
+    """Returns the last part of a dotted name."""
     return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else None
 
 
@@ -74,7 +74,7 @@ def _match(patterns: dict[str, re.Pattern], name: str | None) -> str | None:
 
 
 def _classes(node: ast.AST) -> Iterator[str]:
-    """Names in an expression that holds classes; annotations may be strings."""
+    """Yields the names in an expression that holds classes; annotations may be strings."""
     for part in ast.walk(node):
         if isinstance(part, ast.Constant) and isinstance(part.value, str):
             yield from re.findall(r"\w+", part.value)
@@ -89,7 +89,7 @@ class _Reader(ast.NodeVisitor):
         self._of_self: dict[str, str] = {}
 
     def kind(self, node: ast.AST | None) -> str | None:
-        """What an expression's value is."""
+        """Returns the kind of object that an expression gives; None if it is neither."""
         match node:
             case ast.NamedExpr(value=value):
                 return self.kind(value)
@@ -168,13 +168,13 @@ class _Reader(ast.NodeVisitor):
 
 # -- calls of attention layers -----------------------------------------------------------------------------------------
 
-#: How a call that wants nothing more than attention names its arguments.
+#: Names of the arguments in a call that asks for plain attention.
 _PLAIN = {"q", "k", "v", "query", "key", "value", "forward_batch"}
 
 
 @dataclass(frozen=True, order=True)
 class Call:
-    """What a call of a RadixAttention has besides q, k, v and the batch.
+    """An argument in a call of a RadixAttention, other than q, k, v and the batch.
 
     Attributes:
         path: the file, below ``sglang/srt``.
@@ -189,10 +189,10 @@ class Call:
 
 
 def calls(root: Path, skip: tuple[str, ...] = ()) -> list[Call]:
-    """Every different one in the models below ``root``.
+    """Returns every distinct such argument in the models below ``root``.
 
-    A layer is what a class assigns from RadixAttention; in a class that does not assign it, ``self.attn`` and what
-    others in the file call their layers.
+    A layer is an attribute that a class assigns from RadixAttention. In a class without such an assignment,
+    ``self.attn`` and the names of layers in the file's other classes count as layers.
     """
     found: dict[tuple[str, str], int] = {}
     for path in sorted((root / "models").rglob("*.py")):
@@ -212,7 +212,7 @@ def calls(root: Path, skip: tuple[str, ...] = ()) -> list[Call]:
 
 
 def _assigns(node: ast.AST) -> Iterator[tuple[str, bool]]:
-    """Attributes of self that a statement assigns, and whether they become attention layers or lists of them."""
+    """Yields attributes of self that a statement assigns, and whether they become (lists of) attention layers."""
     match node:
         case ast.Assign(targets=[ast.Attribute(value=ast.Name(id="self"), attr=name)], value=value):
             yield name, _makes(value)
@@ -225,7 +225,7 @@ def _makes(node: ast.AST) -> bool:
 
 
 def _called(function: ast.AST) -> str | None:
-    """``name`` of ``self.name``, ``self.name[i]`` and ``self.name.forward``."""
+    """Returns ``name`` for ``self.name``, ``self.name[i]`` and ``self.name.forward``."""
     match function:
         case ast.Subscript(value=ast.Attribute(value=ast.Name(id="self"), attr=name)):
             return name

@@ -1,13 +1,13 @@
-"""What ``pool_users`` finds in SGLang 0.5.16 to 0.5.18, 0.5.22 and 0.5.23, reviewed: why each look is harmless.
+"""Our review of what ``pool_users`` finds in SGLang 0.5.16 to 0.5.18, 0.5.22 and 0.5.23: why each look is harmless.
 
-One table for all releases: what is gone from one is harmless there. A look that is in none of the tables fails
-``test_pool_users``, which says where it is. Read the code around it, then enter it here, or make it right.
+One table covers all releases; an entry without a look in some release does no harm. A look without an entry fails
+``test_pool_users``, which says where it is. Read the code around it, then enter it here, or fix our code.
 """
 
 from sglang_kvq.sglang import compat, hooks
 from tests.sglang.memory.pool_users import BACKEND, POOL
 
-#: Parts of prefill/decode disaggregation, all of which older releases refuse.
+#: Parts of prefill/decode disaggregation; older releases refuse all of it.
 _TRANSFERS = (
     {
         **dict.fromkeys(("ascend/", "fake/", "mori/", "nixl/"), "--disaggregation-transfer-backend"),
@@ -24,9 +24,9 @@ _TRANSFERS = (
     else {"": "--disaggregation-mode"}
 )
 
-#: Beginnings of paths that are not read, because a server with --kv-quant never runs what is in them.
+#: Beginnings of paths that are not read, because a server with --kv-quant never runs their code.
 NOT_SERVED = {
-    # Refused by checks.py, by the setting that turns them on
+    # Refused by checks.py, through the setting that turns each on
     **{
         f"speculative/{name}": "--speculative-algorithm: drafts chains or n-grams only"
         for name in ("dflash", "dspark", "frozen_kv", "uno", "lilicorr", "domino", "decoupled", "ragged")
@@ -49,7 +49,7 @@ NOT_SERVED = {
     "model_executor/runner/row_bucket_graph_runner.py": "DeepSeek-V4's encoder",
     "model_executor/runner/prefill_cuda_graph_runner.py": "plans made-up requests as padding (around_capture_plan)",
     "hardware_backend/": "--device: cuda without ROCm, and cpu",
-    # HiCache: in place of SGLang's host pools stands ours (hicache/build.py), and of storage only files are served
+    # HiCache: our host pool (hicache/build.py) replaces SGLang's, and of the storage back ends only files are served
     **{
         f"mem_cache/pool_host/{name}": "another cache's host pool"
         for name in (
@@ -81,7 +81,7 @@ NOT_SERVED = {
     "mem_cache/buffer_mode/": "--hicache-host-memory-mode buffer_only",
     "mem_cache/storage/": "--hicache-storage-backend: but for files, which are bytes, and the connectors' flags",
     "mem_cache/sparsity/": "--enable-hisparse",
-    # Another pool's or allocator's own code; after_configure stops a server that has one
+    # Code of other pools and allocators; after_configure stops a server that has one
     "mem_cache/memory_pool.py": "SGLang's pools; what KVCache itself does is inherited",
     "mem_cache/deepseek_v4_memory_pool.py": "another pool",
     "mem_cache/swa_memory_pool.py": "another pool",
@@ -98,10 +98,10 @@ NOT_SERVED = {
     "mem_cache/allocator/unified_": "another allocator",
     "mem_cache/allocator/page_interleave.py": "another allocator",
     "mem_cache/multi_ended_allocator.py": "another allocator",
-    # Other attention backends: ours stands in SGLang's table in their place
+    # Other attention backends: SGLang's table has ours instead of them
     "layers/attention/": "other backends; the base class's own code is inherited",
     "layers/radix_linear_attention.py": "recurrent states, which SGLang's own backend keeps beside ours",
-    # Models whose attention check_model or check_layers refuses
+    # Models with attention that check_model or check_layers refuses
     **{
         f"models/{name}": "recurrent state"
         for name in (
@@ -126,7 +126,7 @@ NOT_SERVED = {
     "models/mindspore.py": "a model implementation for NPUs",
 }
 
-#: What our classes have and mean, whoever asks.
+#: Attributes that our classes have with SGLang's meaning, whoever reads them.
 SERVED = {
     POOL: {
         "size",
@@ -137,7 +137,7 @@ SERVED = {
         "move_kv_cache",
         "post_capture_active",
         "cpu_copy_carries_mamba",
-        # Of transfers
+        # For transfers
         "get_contiguous_buf_infos",
         "request_state_transfer_indices",
         "get_cpu_copy",
@@ -158,7 +158,7 @@ SERVED = {
         "get_cpu_graph_seq_len_fill_value",
         "max_context_len",
         "update_verify_buffers_to_fill_after_draft",
-        # The base class's answers are ours
+        # The base class's values are right for ours
         "get_verify_buffers_to_fill_after_draft",
         "verify_mask",
         "prepare_prefill_shared_read_snapshot",
@@ -180,7 +180,7 @@ _DSV4 = "DeepSeek-V4, which is refused; behind a test of the pool's class or of 
 _OTHER_POOL = "behind a test of the pool's class"
 _HICACHE = "HiCache"
 
-#: Looks that need a reason of their own: by path, what is looked at, and why that is harmless.
+#: Looks that need a reason of their own: by path, the attributes, and why reading them is harmless.
 REVIEWED = {
     POOL: {
         "kv_canary/pool_patcher/api.py": ("type()", "attachers are found by class; canary.py registers ours"),
@@ -327,8 +327,8 @@ _FUSES = "False only where enable_fused_set_kv_buffer is true: never, as test_mo
 _WINDOWS = "has sliding windows too, of a kind that check_model refuses"
 _BOTH_WAYS = "its attention looks at later tokens, which check_layers refuses"
 
-#: Calls of attention layers with more than q, k, v and the batch: by path, what, and why no answer is wrong. Whatever
-#: the backend does not know it refuses in the call (``layers.own_keys_and_values``), at the latest in warm-up.
+#: Calls of attention layers with more than q, k, v and the batch: by path, the arguments, and why no answer is wrong.
+#: The backend refuses any argument that it does not know (``layers.own_keys_and_values``), at the latest in warm-up.
 CALLS = {
     "models/baichuan.py": ("**", "ALiBi slopes, on NPUs only"),
     "models/bailing_moe.py": ("save_kv_cache", _FUSES),

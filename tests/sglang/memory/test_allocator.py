@@ -1,4 +1,4 @@
-"""Our allocator over SGLang's: it hands out pages on a CPU too, and records each page that comes back, once."""
+"""Our allocator over SGLang's: it hands out pages on a CPU too, and records each returned page once."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def allocator(monkeypatch):
-    """Built by the hook, as in a scheduler on a CPU, with a tier manager that quantizes nothing."""
+    """Returns our hook's allocator, as in a scheduler on a CPU, with a tier manager that quantizes nothing."""
     pool = object.__new__(KVQuantPool)
     geometry = SimpleNamespace(formats=[PageFormat(64, 64, 0.96, 0.92)], kv_heads=1)
     pool.layout, pool.page_size = SimpleNamespace(geometry=geometry, pages=PAGES, slots=12, arena=None), P
@@ -43,13 +43,13 @@ def allocator(monkeypatch):
 
 
 def extend(allocator, tokens: int) -> torch.Tensor:
-    """Locations of a new request's tokens, int64 ``[tokens]``."""
+    """Returns the locations of a new request's tokens, int64 ``[tokens]``."""
     none, lens = torch.zeros(1, dtype=torch.int64), torch.tensor([tokens])
     return allocator.alloc_extend(none, none, lens, lens, none - 1, tokens)
 
 
 def recorded() -> list[int]:
-    """Pages recorded as freed since the last call, repeats included."""
+    """Returns the pages recorded as freed since the last call, repeats included."""
     packed = runtime.tiers().pending.pack(CPU)
     if packed is None:
         return []
@@ -71,14 +71,14 @@ def test_pages_are_handed_out(allocator):
 
 @pytest.mark.parametrize("group", [False, True], ids=["at once", "in a group"])
 def test_each_page_is_recorded_once(allocator, group):
-    """However many tokens of it are given back: a million tokens of a row are 16 thousand ids."""
+    """A returned page is recorded once, not once per token: a million tokens of a row are 16 thousand ids."""
     locations = extend(allocator, 9 * P + 5)
     pages = locations[::P] // P
     before = allocator.available_size()
     if group:
         allocator.free_group_begin()
     allocator.free(locations[: 4 * P])
-    allocator.free(locations[6 * P :])  # the last page in part
+    allocator.free(locations[6 * P :])  # only a part of the last page
     if group:
         assert not runtime.tiers().pending, "SGLang has not given them back yet"
         allocator.free_group_end()
@@ -88,7 +88,7 @@ def test_each_page_is_recorded_once(allocator, group):
 
 
 def test_recorded_pages_do_not_keep_the_free_list(allocator):
-    """Events of one step may be hundreds."""
+    """A recorded event copies its pages, because hundreds of events may wait in one step."""
     allocator.free(extend(allocator, 2 * P))
     ((pages,),) = runtime.tiers().pending._events
     assert pages.untyped_storage().nbytes() == 2 * 8
@@ -100,7 +100,7 @@ def test_nothing_freed_records_nothing(allocator):
 
 
 def test_integrity_of_a_cache_in_use(allocator):
-    """What an idle server checks; a page that is freed behind our back is found."""
+    """An idle server's check passes a cache in use, and finds a page that was freed without our allocator."""
     state, (page, *records) = runtime.current(), (extend(allocator, 3 * P)[::P] // P).tolist()
     state.pages.page_slot[page], state.tiers.slot_page[1] = 1, page
     state.tiers.page_valid[records] = True

@@ -16,13 +16,13 @@ CPU = torch.device("cpu")
 def pool():
     from sglang_kvq.sglang.memory.pool import KVQuantPool
 
-    pool = KVQuantPool.__new__(KVQuantPool)  # its sizes are all that the canary asks for
+    pool = KVQuantPool.__new__(KVQuantPool)  # the canary reads only its sizes
     pool.size, pool.page_size = 6 * PAGE_SIZE, PAGE_SIZE
     return pool
 
 
 def _attach(pool, mode: str):
-    """As SGLang does at start, with ``--kv-canary-real-data`` of this mode."""
+    """Attaches the canary's buffers as SGLang does at start, with ``--kv-canary-real-data`` of this mode."""
     from sglang.srt.kv_canary import config
     from sglang.srt.kv_canary.pool_patcher.api import attach_canary_buffers
 
@@ -36,7 +36,7 @@ def test_sglang_finds_the_attacher_by_the_pools_class(pool):
 
     canary.register(KVQuantPool)
     (group,) = _attach(pool, "NONE")
-    last = pool.size + PAGE_SIZE - 1  # slot ids begin behind the reserved page
+    last = pool.size + PAGE_SIZE - 1  # page 0 is reserved, so slot ids begin after it
     for buffer in (group.k_head, group.k_tail):
         assert buffer[last].nbytes == 32 and len(buffer) == last + 1 and not buffer.any()
     assert group.k_head.data_ptr() != group.k_tail.data_ptr()

@@ -1,4 +1,4 @@
-"""How many requests run at once, where data-parallel workers share ``--max-running-requests``."""
+"""The number of requests that run at once if data-parallel workers share ``--max-running-requests``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OLD = compat.applies(OLD_TREE, compat.sglang_version())
 
 @pytest.fixture
 def layout_of(monkeypatch):
-    """The layout of one worker whose pool ``--max-total-tokens`` has made small."""
+    """Returns the requests and the layout of one worker, whose pool ``--max-total-tokens`` has made small."""
 
     def resolve(given: int | None, workers: int):
         config = KVQuantConfig("int2")
@@ -39,7 +39,7 @@ def layout_of(monkeypatch):
 
 @pytest.mark.parametrize("given", [None, 16])
 def test_workers_share_the_running_requests(layout_of, given):
-    """Each has windows for its own share only: more would be taken from what idle conversations keep in BF16."""
+    """A worker has windows for its own share only: more would take BF16 pages from idle conversations."""
     requests, layout = layout_of(given, workers=4)
     alone = layout_of(None if given is None else given // 4, workers=1)
     assert (requests, layout.slots) == (alone[0], alone[1].slots)

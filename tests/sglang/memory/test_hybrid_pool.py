@@ -41,7 +41,7 @@ def configurator(**changes) -> SimpleNamespace:
 
 
 def as_sglang_does(self, *, max_total_num_tokens, req_to_token_pool, mha_pool_class, **_):
-    """What ``_build_hybrid_linear_kv_pool`` does with these, in all releases."""
+    """Builds the pool from these arguments as ``_build_hybrid_linear_kv_pool`` does in all releases."""
     from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool
 
     return HybridLinearKVPool(
@@ -73,7 +73,7 @@ def test_it_holds_our_pool(applied, state):
     ours = quantized_pool(pool)
     assert isinstance(ours, KVQuantPool) and ours is pool.full_kv_pool and ours.layer_ids == LAYERS
     assert pool.mem_usage == pytest.approx(state.layout.total_bytes / 2**30)
-    # Models that fuse RoPE with the cache write ask for the dtype: only ours says that they may not.
+    # Models that fuse RoPE with the cache write ask for the dtype; only our pool's dtype forbids fusing.
     assert ours.dtype == torch.uint8 and pool.dtype == torch.bfloat16
     with pytest.raises(NotImplementedError, match="keeps no plain K and V buffers"):
         pool.get_key_buffer(LAYERS[0])
@@ -96,7 +96,7 @@ def test_both_pools_are_allocated_for_it(applied, state):
     checks.after_configure(result, kvc)
 
     class Sparse(type(pool)):
-        """As ``QSATokenToKVPool``, whose attention reads more than this."""
+        """Stand-in for a pool like ``QSATokenToKVPool``, whose attention reads more than keys and values."""
 
     pool.__class__ = Sparse
     with pytest.raises(SystemExit, match="SGLang built a Sparse as KV cache pool"):

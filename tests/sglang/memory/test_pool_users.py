@@ -1,4 +1,4 @@
-"""Every place in the installed SGLang that looks at a KV pool or an attention backend has been looked at by us."""
+"""Every place in the installed SGLang that looks at a KV pool or an attention backend has been reviewed."""
 
 from pathlib import Path
 
@@ -34,7 +34,7 @@ def unreviewed(found: list[Look]) -> list[Look]:
 
 
 def test_every_look_is_reviewed(found):
-    assert len(found) >= 40  # else the reader has gone blind
+    assert len(found) >= 40  # with fewer, the reader no longer understands the source
     release = compat.sglang_version()
     texts = [f"{x.path}:{x.line} looks at a {x.kind}: {x.what}" for x in unreviewed(found)]
     assert not texts, f"SGLang {release}, {ENTER}:\n" + "\n".join(texts)
@@ -48,7 +48,7 @@ def test_what_is_looked_at_is_there(found, backend):  # noqa: F811
 
 
 def test_what_is_read_has_a_value(backend):  # noqa: F811
-    """What SGLang reports, and that both pools are the worker's own."""
+    """The pools have the values that SGLang reports, and both pools are the worker's own."""
     pool = backend.token_to_kv_pool
     assert (pool.size, pool.page_size, pool.device) == (16 * 64, 64, "cpu")
     assert pool.mem_usage == pytest.approx(pool.layout.total_bytes / 2**30)
@@ -113,7 +113,7 @@ def test_the_reader_sees_every_way_to_look(tmp_path):
 
 
 def test_a_new_look_fails(found):
-    """A model that starts to ask the pool for its dtype, and one that asks the backend for something new."""
+    """A model that starts to read the pool's dtype fails the review, and so does a new question to the backend."""
     new = [Look("models/llama.py", POOL, "dtype", 3), Look("models/utils.py", BACKEND, "fused_writer", 4)]
     assert unreviewed([*found, *new]) == new
 

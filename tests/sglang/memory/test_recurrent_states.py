@@ -1,4 +1,4 @@
-"""The hook that divides a hybrid model's memory, around SGLang's own method."""
+"""The hook around SGLang's method that divides a hybrid model's memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ GIB = 4.0
 
 @pytest.fixture
 def log(monkeypatch):
-    """Lines that the hook logs; SGLang's own set-up of logging may keep them from pytest."""
+    """Returns the list of lines that the hook logs; SGLang's set-up of logging may hide them from pytest."""
     lines: list[str] = []
     monkeypatch.setattr(
         recurrent_states, "logger", SimpleNamespace(info=lambda text, *words: lines.append(text % words))
@@ -32,7 +32,7 @@ def log(monkeypatch):
 
 @pytest.fixture
 def configured(applied, command_line, monkeypatch):
-    """``configured(*flags)``: SGLang's configurator of a worker with these flags, and what its method leaves."""
+    """``configured(*flags)`` returns a worker's ServerArgs, and the GiB that SGLang's method leaves for tokens."""
     from sglang.srt import runtime_context
     from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
 
@@ -87,7 +87,7 @@ OLD = compat.applies(OLD_TREE, compat.sglang_version())
 
 
 def of_states(left: float) -> float:
-    """The ratio of memory."""
+    """Returns the ratio of the states' memory to the rest."""
     return (GIB - left) / left
 
 
@@ -106,7 +106,7 @@ def test_fewer_running_requests_leave_more_to_the_cache(configured):
 
 @pytest.mark.parametrize("requests", [4, 40])
 def test_drafts_have_states_of_their_own(configured, log, requests):
-    """As many requests as are wanted have their states and those of each draft; what SGLang leaves is for tokens."""
+    """Every wanted request has its states and those of each draft; the rest of SGLang's memory is for tokens."""
     drafts = 4
     flags = ("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", str(drafts))
     server_args, left = configured("--max-running-requests", str(requests), *flags)

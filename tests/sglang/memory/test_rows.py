@@ -1,4 +1,4 @@
-"""Every row that SGLang gives back is recorded, whichever of its methods does it."""
+"""Every row that SGLang gives back is recorded, whichever method does it."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from sglang_kvq.sglang import compat, hooks, runtime
 SOURCE = Path(next(iter(sglang.srt.__path__)))
 RELEASE = compat.sglang_version()
 ROWS = "ReqToTokenPool"
-#: A pool of its own, of a decode server's rows.
+#: A separate pool, for a decode server's rows.
 DECODE_ROWS = "DecodeReqToTokenPool"
-#: Releases that are refused on a decode server.
+#: True if the plugin refuses a decode server with this release.
 REFUSES_TRANSFERS = compat.applies(hooks.NO_TRANSFERS, RELEASE)
-#: Hooks on rows, which call the same event.
+#: Hooks on rows, which record the same event.
 HANDLERS = ("prefix.rows:", "disaggregation.seam:around_free")
-#: Methods of the pool that set its list of rows up; ``clear`` comes with the allocator's, which resets the tiers.
+#: Methods that set up the pool's list of rows; ``clear`` is called with the allocator's, which resets the tiers.
 SETS_UP = {"__init__", "clear"}
 
 
 def trees() -> dict[str, ast.Module]:
-    """Parsed modules that mention the list, by dotted name below ``sglang.srt``."""
+    """Returns the parsed modules that mention the list, by dotted name below ``sglang.srt``."""
     found = {}
     for path in SOURCE.rglob("*.py"):
         name = ".".join(path.relative_to(SOURCE).with_suffix("").parts)
@@ -46,7 +46,7 @@ def is_list(node: ast.AST) -> bool:
 
 
 def gives_back(node: ast.AST) -> ast.Attribute | None:
-    """The ``X.free_slots`` that a statement or a call lengthens or replaces; None if it does neither."""
+    """Returns the ``X.free_slots`` that a statement or a call lengthens or replaces; None if it does neither."""
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and is_list(node.func.value):
         return node.func.value if node.func.attr in ("append", "extend", "insert") else None
     if isinstance(node, ast.AugAssign) and is_list(node.target):
@@ -58,7 +58,7 @@ def gives_back(node: ast.AST) -> ast.Attribute | None:
 
 
 def pools(modules: dict[str, ast.Module]) -> set[str]:
-    """The pool of request rows and the classes derived from it."""
+    """Returns the class of the pool of request rows, and those derived from it."""
     bases = {
         node.name: {b.id for b in node.bases if isinstance(b, ast.Name)}
         for tree in modules.values()
@@ -72,7 +72,7 @@ def pools(modules: dict[str, ast.Module]) -> set[str]:
 
 
 def givers() -> set[str]:
-    """Each method, dotted below ``sglang.srt``, that puts rows on the pool's list of free ones."""
+    """Returns each method, dotted below ``sglang.srt``, that puts rows on the pool's list of free ones."""
     modules = trees()
     known, found = pools(modules), set()
     for name, tree in modules.items():
@@ -85,7 +85,7 @@ def givers() -> set[str]:
                 for target in filter(None, map(gives_back, ast.walk(function))):
                     own = isinstance(target.value, ast.Name) and target.value.id == "self"
                     if own and (getattr(owner, "name", None) not in known or function.name in SETS_UP):
-                        continue  # another class's list of something else
+                        continue  # a list of another class, with another meaning
                     where = [name, owner.name] if isinstance(owner, ast.ClassDef) else [name]
                     found.add(".".join([*where, function.name]))
     return found
@@ -98,7 +98,7 @@ def test_every_place_that_gives_rows_back_is_hooked():
 
 @pytest.fixture
 def pending(applied, monkeypatch):
-    """Events recorded while the hooks act as in a server with ``--kv-quant``."""
+    """Returns the events recorded while the hooks act as in a server with ``--kv-quant``."""
     tiers = SimpleNamespace(pending=PendingOps())
     monkeypatch.setattr(runtime, "tiers", lambda: tiers)
     monkeypatch.setattr(applied, "_config", KVQuantConfig("hadamard"))
@@ -121,14 +121,14 @@ def pool(applied):
 
 
 def test_request(pending, pool):
-    """One that finishes, aborts or is retracted."""
+    """A request that finishes, aborts or is retracted gives its row back."""
     on_request = SimpleNamespace(req_pool_idx=3, holds_kv=True)
     pool.free(SimpleNamespace(req_pool_idx=3, kv=on_request))
     assert freed_rows(pending) == [3]
     assert pool.free_slots[-1] == 3
 
 
-if not compat.applies(OLD_TREE, RELEASE):  # rows came back one by one
+if not compat.applies(OLD_TREE, RELEASE):  # older releases give rows back one by one
 
     def test_several_requests(pending, pool):
         pool.free_rows([3, 1])
@@ -149,7 +149,7 @@ def test_session(pending, pool):
     sessions = StreamingSession(cache)
     on_request = SimpleNamespace(req_pool_idx=2, holds_kv=True, kv_allocated_len=100, cache_protected_len=0)
     slot = SessionSlot(kv=on_request)
-    if "req_pool_idx" in SessionSlot.__dataclass_fields__:  # up to 0.5.18 the slot has the row, later its record
+    if "req_pool_idx" in SessionSlot.__dataclass_fields__:  # the slot has the row up to 0.5.18, later its record has it
         slot.req_pool_idx = 2
     sessions.slots["s"] = slot
     sessions.release_session("no such session")

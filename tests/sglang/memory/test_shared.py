@@ -1,4 +1,4 @@
-"""The allocator of a memory that records and BF16 pages share: what is admitted fits, and what is given fits too."""
+"""The allocator of a memory that records and BF16 pages share: admitted requests fit, and allocations fit too."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ BATCH = 4 * P
 
 
 class Tree:
-    """A prefix cache of single pages, the oldest first."""
+    """A prefix cache of single pages, which evicts the oldest first."""
 
     def __init__(self, allocator) -> None:
         self.allocator, self.pages, self.evicted = allocator, [], 0
@@ -53,7 +53,7 @@ class Tree:
 
 
 class Server:
-    """Rows, allocator and tree of one worker, as SGLang's scheduler uses them."""
+    """One worker's rows, allocator and tree, used as SGLang's scheduler uses them."""
 
     def __init__(self, monkeypatch, pages: int, rows: int) -> None:
         windows = window_slots(CONFIG, BATCH)
@@ -85,7 +85,7 @@ class Server:
         return self.allocator.create_prefill_budget(self.tree)
 
     def admits(self, budget, tokens: int, answer: int) -> bool:
-        """Asks for one request like ``PrefillAdder.add_one_req``."""
+        """Asks for one request as ``PrefillAdder.add_one_req`` does."""
         more = {"max_new_tokens": answer, "input_tokens": tokens, "swa_host_hit_length": 0}
         total = tokens + answer + P
         fits, _ = budget.check_prefill(extend_input_len=tokens, total_tokens=total, chunk_limit=None, **more)
@@ -94,7 +94,7 @@ class Server:
         return fits
 
     def prefill(self, tokens: list[int]) -> list[tuple[int, torch.Tensor]]:
-        """Rows and locations of a batch of new requests."""
+        """Allocates a batch of new requests; returns their rows and locations."""
         rows = [self.free_rows.pop(0) for _ in tokens]
         self.allocator.evict_to_free_tokens(self.tree, sum(tokens) + len(tokens) * P)
         none, lens = torch.zeros(len(tokens), dtype=torch.int64), torch.tensor(tokens)
@@ -103,7 +103,7 @@ class Server:
         return list(zip(rows, found.split(tokens)))
 
     def check(self) -> None:
-        """The tables agree, and windows have their room."""
+        """Checks that the tables agree and that windows have their room."""
         running = self.allocator.running
         assert self.allocator.split.slots >= self.layout.windows.needed(running)
         assert self.allocator.used <= self.allocator.split.pages
@@ -133,7 +133,7 @@ def test_one_request_may_have_the_whole_cache(server):
 
 
 def test_as_many_run_as_the_layout_says(server):
-    """Short requests: their windows take the memory, not their records."""
+    """With short requests, windows rather than records take the memory."""
     many = server(400, 200)
     budget, admitted = many.budget(), 0
     while many.admits(budget, 50, 10):
@@ -152,10 +152,10 @@ def test_as_many_run_as_the_layout_says(server):
 
 @pytest.mark.parametrize("seed", range(4))
 def test_what_is_admitted_fits(server, seed):
-    """Through admission, decoding, retraction and eviction; the tables are checked after every step."""
+    """Admitted requests fit through admission, decoding, retraction and eviction; every step checks the tables."""
     rng = random.Random(seed)
     some = server(rng.randint(60, 200), 40)
-    running: list[list] = []  # row, tokens, locations of pages
+    running: list[list] = []  # each: row, tokens, locations of pages
     retracted = 0
     for _ in range(120):
         budget, batch = some.budget(), []
@@ -218,7 +218,7 @@ def test_a_flush_keeps_the_boundary(server):
     before = one.allocator.split.first_slot
     one.free_rows.append(1)
     one.allocator.free(torch.arange(P, 81 * P))
-    one.prefill([5] * 7)  # moves it, not applied yet
+    one.prefill([5] * 7)  # moves the boundary, but no plan has applied that yet
     one.free_rows += range(2, 9)
     one.allocator.clear()
     one.check()
@@ -226,7 +226,7 @@ def test_a_flush_keeps_the_boundary(server):
 
 
 def test_a_smaller_cache_has_room_for_some_requests():
-    """``--max-total-tokens`` leaves few pages: the memory is small, but not all of it is theirs."""
+    """With few pages from ``--max-total-tokens``, the memory is small, but requests' windows still have room."""
     windows = window_slots(CONFIG, BATCH)
     layout = share(GEOMETRY, windows, pages=10, budget_bytes=1 << 30)
     assert layout.pages == 10 and layout.max_requests >= 8
@@ -242,7 +242,7 @@ def test_a_smaller_cache_has_room_for_some_requests():
     ("context", "given", "rows"), [(4096, None, 2048), (1 << 20, None, 64), (1 << 20, 512, 512), (4096, 8, 8)]
 )
 def test_rows_of_long_contexts_are_few_unless_asked_for(monkeypatch, context, given, rows):
-    """SGLang's table has four bytes for every token of every row: 8 GB of 2,048 rows of a million."""
+    """SGLang's table takes four bytes per token of every row: 8 GB for 2,048 rows of a million tokens."""
     state = runtime.Runtime(CONFIG, GEOMETRY, (0,))
     state.shared, state.budget_bytes = window_slots(CONFIG, BATCH), 1 << 30
     monkeypatch.setattr(runtime, "_current", state)

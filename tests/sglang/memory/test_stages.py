@@ -1,4 +1,4 @@
-"""Pipeline stages: they agree on one layout, and refuse what cannot stay in step or was not tried."""
+"""Pipeline stages agree on one layout, and refuse settings that would put them out of step or were not tried."""
 
 from __future__ import annotations
 
@@ -24,9 +24,13 @@ MODEL = SimpleNamespace(num_hidden_layers=4, is_hybrid_swa=False, hf_config=Simp
 
 
 def size(rank: int, pages: int, pp_size: int = 2) -> tuple[int, int, int]:
-    """Sizes a stage whose memory holds fewer windows the more layers it has; returns requests, their layout's, slots.
+    """Sizes one stage: the more layers it has, the fewer windows its memory holds.
 
-    rank: which stage: the second has one layer more.
+    Args:
+        rank: which stage; the second one has one more layer.
+
+    Returns:
+        The requests that run at once, that number in the stage's layout, and the layout's slots.
     """
     state = runtime.Runtime(CONFIG, KVGeometry(1, (PageFormat(64, 64, 0.96, 0.92),) * (3 + rank)), tuple(range(3)))
     state.budget_slots = 60 // (3 + rank)
@@ -40,7 +44,7 @@ def size(rank: int, pages: int, pp_size: int = 2) -> tuple[int, int, int]:
 
 
 def _stage(rank: int, pages: int, meeting: Path, answers: multiprocessing.Queue) -> None:
-    """One stage's process, which has no SGLang groups: gloo's own stands for the world."""
+    """Runs one stage's process without SGLang's groups: gloo's own group replaces the world's."""
     from sglang.srt.distributed import parallel_state
 
     torch.distributed.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)
@@ -85,7 +89,7 @@ def test_one_stage_asks_nobody(monkeypatch):
 
 
 def test_stages_divide_their_memory_once():
-    """A boundary would lie elsewhere in each, as pages and windows differ in size."""
+    """With stages memory is not shared: their pages and windows differ in size, so their boundaries would differ."""
     args = SimpleNamespace(pp_size=2)
     kvc = SimpleNamespace(server_args=args, model_config=SimpleNamespace(hf_config=None))
     if OLD:

@@ -1,4 +1,4 @@
-"""How memory is divided between windows and the cache, by arithmetic and by SGLang's own configurator."""
+"""The division of memory between windows and the cache, by arithmetic and by SGLang's own configurator."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from sglang_kvq.sglang.runtime import CONFIG_ATTRIBUTE
 #: gpt-oss-120b on one GPU: 18 layers of each kind, 8 KV heads of 64.
 LAYERS, KV_HEADS, D = 18, 8, 64
 GEOMETRY = KVGeometry(KV_HEADS, (PageFormat(D, D),) * LAYERS)
-BF16 = 2 * KV_HEADS * D * 2 * LAYERS  # bytes of a token, of either kind of layers
+BF16 = 2 * KV_HEADS * D * 2 * LAYERS  # bytes per token, for either kind of layers
 CONFIG = KVQuantConfig("int2")
 GB = 10**9
 
@@ -30,7 +30,7 @@ def split(budget: int = 60 * GB, **changes):
 
 
 def taken(found) -> float:
-    """Bytes of all three parts."""
+    """Returns the bytes of all three parts."""
     bf16_pages = found.bf16_budget * 0.1
     return found.window_tokens * BF16 + bf16_pages + found.tokens * GEOMETRY.page_bytes / PAGE_SIZE
 
@@ -47,7 +47,7 @@ def test_windows_get_what_they_need():
     assert 200_000 - PAGE_SIZE < found.window_tokens <= 200_000 and found.ratio < 0.03
     assert split(wanted=10**9).ratio == pytest.approx(STOCK_RATIO, rel=1e-3), "no more than SGLang gives them"
     assert split(ratio=0.5).ratio == pytest.approx(0.5, rel=1e-3), "as the user set it"
-    # By how much it matters, at 2.5 bits and heads of 64: at 0.8 windows would have most of the memory.
+    # The gain is large at 2.5 bits and heads of 64: at 0.8, windows would take most of the memory.
     assert found.tokens > 3 * split(ratio=0.8).tokens
 
 
@@ -64,13 +64,13 @@ def test_need():
 
 
 class HfConfig(dict):
-    """A config.json whose entries are attributes too."""
+    """A config.json whose entries can also be read as attributes."""
 
     __getattr__ = dict.get
 
 
 def kvc(draft_layers: int = 0, **changes):
-    """What SGLang's configurator reads of a KVCacheConfigurator, in either release; a draft of the target's heads."""
+    """Returns the parts of a KVCacheConfigurator that either release reads; a draft has the target's heads."""
     hf = dict(
         architectures=["GptOssForCausalLM"],
         num_hidden_layers=2 * LAYERS,
@@ -136,7 +136,7 @@ def kvc(draft_layers: int = 0, **changes):
 
 @pytest.fixture
 def configured(applied, monkeypatch):
-    """``configured(**settings)``: SGLang's configurator, made as a scheduler makes it."""
+    """``configured(**settings)`` returns SGLang's configurator, made as a scheduler makes it."""
     from sglang.srt.model_executor import pool_configurator
 
     from sglang_kvq.sglang import plugin
@@ -207,10 +207,10 @@ def test_doctor_says_what_a_server_has(configured, gigabytes):
 
 
 def test_a_draft_model_is_priced_by_itself(configured, monkeypatch):
-    """Its cache has as many tokens as that of the layers which see all, in BF16, and is paid for in the same budget."""
+    """The draft's cache has as many BF16 tokens as the full-attention layers have tokens, within the same budget."""
     from sglang_kvq.sglang.memory import window_sizes
 
-    draft_bytes = 3 * BF16 // LAYERS  # of a token: three layers of the target's heads
+    draft_bytes = 3 * BF16 // LAYERS  # per token: three layers of the target's heads
     settings = dict(max_running_requests=16, speculative_num_draft_tokens=4)
     sizes = configured(draft_layers=3, **settings).calculate_pool_sizes(60 * GB, PAGE_SIZE)
     state = runtime.current()
@@ -247,7 +247,7 @@ def test_fewer_tokens_need_no_smaller_windows(configured):
 
 
 def test_without_a_radix_tree_ours_is_used_too(configured):
-    """SGLang has a configurator of its own for that, which knows nothing of BF16 pages."""
+    """Without a radix tree SGLang has another configurator, which knows nothing of BF16 pages; ours replaces it too."""
     sizes = configured(max_running_requests=16, disable_radix_cache=True).calculate_pool_sizes(60 * GB, PAGE_SIZE)
     assert sizes.swa_max_total_num_tokens == pytest.approx(16 * 383 + 2 * 8192, rel=0.02)
     assert runtime.current().budget_slots > 0

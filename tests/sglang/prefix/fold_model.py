@@ -1,4 +1,4 @@
-"""``TreeModel`` of a plain model, whose requests may end as folds: SGLang's allocator, rows, requests and tree."""
+"""``TreeModel`` of a plain model, whose requests may end as folds, with SGLang's allocator, rows, requests and tree."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ from tests.sglang.prefix.tree_model import EVERYTHING, OLD, SglangRequest, TreeM
 
 @dataclass
 class FoldModel(TreeModel):
-    """
+    """A worker of a plain model, whose requests may end as folds.
+
     Attributes:
-        prefixes: by the first of the tokens that stand for a fold's, its namespace and the ids that find it.
-        chosen: by request id, what it keeps.
+        prefixes: by a fold's first placeholder token: its namespace and the ids that find it.
+        chosen: by request id: the tokens that it keeps.
         groups: whether requests end while SGLang collects frees.
         refused: requests that ended with an error instead of as a fold.
     """
@@ -67,7 +68,7 @@ class FoldModel(TreeModel):
         self.unified = plain_tree(rows, self.allocator)
         folding.serve(lambda req, fold: self.chosen.get(req.rid))
 
-    # -- what a plain model has less of ---------------------------------------------------------------
+    # -- parts of a hybrid that a plain model lacks ---------------------------------------------------
 
     def evict(self, count: int) -> None:
         from sglang.srt.mem_cache.base_prefix_cache import EvictParams
@@ -90,7 +91,7 @@ class FoldModel(TreeModel):
         req = sglang_request(f"r{self.clock}", ids + tokens[len(ids) :], namespace)
         req.init_next_round_input(self.unified)
         matched = req.prefix_indices if OLD else self.unified.prefix_device_indices(req)
-        if ids and len(matched) < len(ids):  # evicted meanwhile: such a request must not run
+        if ids and len(matched) < len(ids):  # evicted in the meantime: such a request must not run
             return None
         if OLD:
             from sglang.srt.managers.schedule_batch import ReqKvInfo
@@ -118,7 +119,7 @@ class FoldModel(TreeModel):
         self.release(request, publish)
 
     def release(self, request: Request, publish: bool) -> None:  # type: ignore[override]
-        """The request gives back its memory, as SGLang's scheduler makes it."""
+        """Gives back the request's memory as SGLang's scheduler does."""
         from sglang.srt.mem_cache.common import release_kv_cache
 
         if not request.stored:  # SGLang takes a row for a request with its first batch
@@ -136,7 +137,7 @@ class FoldModel(TreeModel):
         self.running.remove(request)
 
     def fold(self, request: Request, chosen: list[int], publish: bool, length: int | None = None) -> list[int] | None:
-        """Of the prompt's whole pages only, as far as they are computed."""
+        """Folds the prompt's whole pages only, as far as they are computed."""
         length = request.stored if length is None else length
         full = min(length, len(request.req.origin_input_ids)) // P
         chosen = [i for i in chosen if i < full * P]
@@ -153,12 +154,12 @@ class FoldModel(TreeModel):
         return names
 
     def ask(self, request: Request, chosen: list[int], length: int) -> list[int]:
-        """The request is to end as a fold; the tokens that will stand for what it keeps."""
+        """Asks for the request to end as a fold; returns placeholder tokens for the tokens that it keeps."""
         self.clock += 1
         names = [-(self.clock * 10**6 + i) for i in range(len(chosen))]
         fold = Fold(f"fold-{self.clock}", length, len(chosen))
         request.req.sampling_params.custom_params = {FOLD: fold.encode()}
-        del request.req._kvq_fold  # read when it began
+        del request.req._kvq_fold  # cached when the request began
         assert folding.fold_of(request.req) == fold
         sinks = min(self.sink_pages * P, len(chosen))
         if chosen[:sinks] != list(range(sinks)):
@@ -173,7 +174,7 @@ class FoldModel(TreeModel):
     # -- the oracle -----------------------------------------------------------------------------------
 
     def in_tree(self) -> list[int]:
-        # The tree of ``OLD`` cannot list that it holds nothing.
+        # The tree of ``OLD`` cannot list its pages while it holds none.
         return super().in_tree() if self.unified.evictable_size() + self.unified.protected_size() else []
 
     def check_empty(self) -> None:
@@ -187,7 +188,7 @@ class FoldModel(TreeModel):
 
 
 def plain_tree(rows: Any, allocator: Any) -> Any:
-    """SGLang's tree of a model whose layers see all tokens."""
+    """Returns SGLang's tree for a model with full attention only."""
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 
     params = CacheInitParams(disable=False, req_to_token_pool=rows, token_to_kv_pool_allocator=allocator, page_size=P)

@@ -50,7 +50,7 @@ def test_random_schedules(served, seed, overlap):
 
 
 def computed(model: FoldModel, tokens: int):
-    """A request of so many tokens, all of them computed."""
+    """Returns a running request of so many tokens, all of them computed."""
     request = model.start([7 + i % 11 for i in range(tokens)])
     assert request is not None and model.extend([(request, tokens - request.stored)])
     return request
@@ -61,13 +61,13 @@ def events(model: FoldModel) -> list[FoldedPages]:
 
 
 def spread(count: int, length: int) -> list[int]:
-    """A sink page and tokens of all the others."""
+    """Returns one sink page, and random tokens of all other pages."""
     rest = range(P, length)
     return [*range(P), *sorted(random.Random(1).sample(rest, count - P))]
 
 
 def test_what_it_made_is_a_prefix_and_its_own_pages_are_free(served):
-    """The request goes on from it reads the chosen tokens: sinks from BF16 pages, the rest from records."""
+    """A request that continues a fold reads the chosen tokens: sinks from BF16 pages, the rest from records."""
     model = FoldModel(40, 30, 3, sink_pages=1, recent_pages=2)
     request = computed(model, 8 * P + 5)
     chosen = spread(3 * P, 8 * P)
@@ -98,7 +98,7 @@ def test_the_same_again_makes_nothing_new(served):
 
 
 def fail(model: FoldModel, request) -> dict:
-    """How a request of a fold that cannot be ends."""
+    """Ends a request whose fold must fail; returns its finish reason."""
     before = len(events(model))
     model.leave(request, publish=True)
     assert len(events(model)) == before, "nothing is left of it"
@@ -107,7 +107,7 @@ def fail(model: FoldModel, request) -> dict:
 
 
 def test_without_room_it_is_to_be_sent_again(served):
-    """Eight pages, seven of them the request's own: nothing can be evicted for three."""
+    """A fold without room fails: the request itself holds seven of eight pages, so nothing can be evicted."""
     model = FoldModel(8, 8, 1, sink_pages=1, recent_pages=2)
     request = computed(model, 7 * P - 3)
     model.ask(request, spread(3 * P, 6 * P), 6 * P)
@@ -178,7 +178,7 @@ def test_who_does_not_finish_folds_nothing(served, how):
 
 
 def test_the_tiers_count_tokens_that_are_none_or_sinks_that_are_not_whole(served):
-    """As they are chosen on the device, nobody else can."""
+    """The tiers count these errors, because tokens are chosen on the device, where nothing else can check them."""
     model = FoldModel(20, 20, 2, sink_pages=1, recent_pages=2)
     request = computed(model, 6 * P)
     chosen = [P, *range(1, P), *range(2 * P, 3 * P - 1), 5 * P]
@@ -195,7 +195,7 @@ def refused(model: FoldModel, fold: str, tokens: int = 6 * P, **more):
     for name, value in more.items():
         setattr(req, name, value)
     said = []
-    req.set_finish_with_abort = said.append  # SGLang's own asks for this process's rank
+    req.set_finish_with_abort = said.append  # SGLang's own method asks for this process's rank
     req.init_next_round_input(model.unified)
     (message,) = said
     assert folding.fold_of(req) is None
@@ -235,7 +235,7 @@ def test_methods_whose_tokens_cannot_move_do_not_start(served, monkeypatch):
 
 
 def test_the_name_of_what_keeps_prefixes_out_of_the_tree_is_the_releases(served):
-    """A wrong one would be a TypeError when the first fold ends."""
+    """The name follows the release: a wrong one would be a TypeError when the first fold ends."""
     from inspect import signature
 
     from sglang.srt.mem_cache.common import release_kv_cache

@@ -19,7 +19,7 @@ from tests.sglang.prefix.tree_model import OLD, TreeModel
 
 @pytest.fixture
 def served(applied, command_line, monkeypatch):
-    """A process that serves with ``--kv-quant``, as far as hooks and SGLang's settings go."""
+    """Sets this process up to serve with ``--kv-quant``, as far as hooks and SGLang's settings go."""
     from sglang.srt import runtime_context
 
     server_args = command_line("--kv-quant", "int2")
@@ -46,7 +46,7 @@ def test_random_schedules(served, seed, overlap):
 
 
 def computed_alone(model: TreeModel, tokens: int, kept: int | None):
-    """A request of so many tokens, computed whole while the tree was empty; ``kept`` is where its last state is."""
+    """Returns a request computed whole while the tree was empty; ``kept`` is the position of its last state."""
     request = model.start([7] * tokens)
     assert request is not None and request.fresh
     model.extend([(request, tokens)])
@@ -55,15 +55,15 @@ def computed_alone(model: TreeModel, tokens: int, kept: int | None):
 
 
 def moved(model: TreeModel) -> list[tuple[list[int], list[int]]]:
-    """Moves recorded since the last plan that change something."""
-    pending = copy.copy(model.tiers.pending)  # the next plan applies them
+    """Returns the moves recorded since the last plan that change something."""
+    pending = copy.copy(model.tiers.pending)  # a copy, because the next plan applies them
     events = [e for e in pending.drain(model.pool.device) if isinstance(e, MovedBF16Pages)]
     return [(own.tolist(), kept.tolist()) for own, kept in events if not torch.equal(own, kept)]
 
 
 @pytest.mark.parametrize("finished", [True, False], ids=["finished", "running"])
 def test_a_window_moves_up_to_the_last_state(served, finished):
-    """Of 7 pages the tree takes 5, up to the state: sinks, and the window as a request of 5 pages has it."""
+    """The tree takes 5 of 7 pages, up to the last state; sinks and window move as for a request of 5 pages."""
     model = TreeModel(40, 30, 3, sink_pages=1, recent_pages=2)
     first, again = (computed_alone(model, 7 * P + 9, kept=5 * P) for _ in range(2))
     pages = [model.row_pages(r, r.stored) for r in (first, again)]
@@ -93,7 +93,7 @@ def test_nothing_moves_without_a_state(served, finished):
     assert not moved(model)
 
 
-if not OLD:  # which keeps one state only
+if not OLD:  # the old tree keeps only one state
 
     def test_an_older_state_serves_a_request_that_ends_before_the_newer(served):
         model = TreeModel(40, 30, 3, sink_pages=1, recent_pages=2)

@@ -32,28 +32,28 @@ def said(pages: int, seed: int = 0) -> np.ndarray:
 
 
 def remember(model: FoldModel, history: np.ndarray) -> None:
-    """A request computes the history and ends: from then on it is cached, and may be evicted."""
+    """Runs a request that computes the history and ends; from then on the history is cached, and may be evicted."""
     request = model.start(history.tolist())
     assert model.extend([(request, len(history) - request.stored)])
     model.leave(request, publish=True)
 
 
 def run(model: FoldModel, pages: int):
-    """A request that holds so many pages until ``model.leave``."""
+    """Starts a request that holds so many pages until ``model.leave``."""
     request = model.start([5 + i % 7 for i in range(pages * P)])
     assert model.extend([(request, pages * P)])
     return request
 
 
 def ask(history: np.ndarray, pages: int, name: str = "r", **options):
-    """A waiting request for the first so many pages of a history."""
+    """Returns a waiting request for the first so many pages of a history."""
     selection = Selection(history, None, range(pages))
     req = sglang_request(name, [*selection.tokens.tolist(), *range(TAIL)], selection.name)
     req.sampling_params.max_new_tokens = 8
     req.sampling_params.custom_params = {SELECTION: selection.encode()}
     req.problem, req.stand_ins = None, pages * P
 
-    def end(message: str) -> None:  # SGLang's own asks for this process's rank
+    def end(message: str) -> None:  # SGLang's own method asks for this process's rank
         req.problem, req.origin_input_ids = message, req.origin_input_ids[:1]
         req.return_logprob, req.logprob_start_len = False, -1
 
@@ -64,7 +64,7 @@ def ask(history: np.ndarray, pages: int, name: str = "r", **options):
 
 
 def schedule(model: FoldModel, *waiting):
-    """One round of the scheduler: the requests that it admits, and what it was told of the last that it looked at."""
+    """Runs one round of the scheduler; returns the admitted requests, and the result for the last one it looked at."""
     from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
 
     running = SimpleNamespace(reqs=[request.req for request in model.running])
@@ -81,12 +81,12 @@ def schedule(model: FoldModel, *waiting):
 
 
 def found(req) -> int:
-    """Tokens that SGLang took as cached."""
+    """Returns how many tokens SGLang took as cached."""
     return len(req.prefix_indices) if OLD else req.prefix_len
 
 
 def end(model: FoldModel, req) -> None:
-    """An admitted request of which nothing was computed goes away."""
+    """Ends an admitted request before anything is computed for it."""
     if OLD:
         model.unified.dec_lock_ref(req.last_node)
     else:
@@ -110,7 +110,7 @@ def test_with_room_the_pages_are_copied_and_only_the_rest_is_computed(model):
 
 
 def test_without_room_it_waits_and_the_history_stays(model):
-    """Of 40 pages 20 are the history's and 15 of a running request: 12 do not fit until that ends."""
+    """The history has 20 of 40 pages, a running request 15; 12 more do not fit until that request ends."""
     model, history = model(40), said(20)
     remember(model, history)
     busy, req = run(model, 15), ask(history, 12)
@@ -148,7 +148,7 @@ def test_room_is_made_of_what_others_left(model):
 
 
 def test_what_never_fits_ends_with_an_error(model):
-    """On an idle server, where it would wait for nothing."""
+    """A request that can never fit ends with an error on an idle server, where waiting would be in vain."""
     model, history = model(30), said(20)
     remember(model, history)
     req = ask(history, 12)
@@ -172,7 +172,7 @@ def test_what_just_fits_is_served(model):
 
 
 def test_of_two_one_evicts_the_others_history_and_that_is_said(model):
-    """Nothing is pinned for who waits, so two never wait for each other."""
+    """A waiting request pins nothing, so two never wait for each other; one evicts the history of the other."""
     model, first, second = model(26), said(10), said(10, seed=1)
     remember(model, second)
     remember(model, first)
@@ -186,7 +186,7 @@ def test_of_two_one_evicts_the_others_history_and_that_is_said(model):
 
 
 def test_an_idle_server_looks_again(model, monkeypatch):
-    """The older release never looks again after "no token" if nothing runs."""
+    """The older release never looks again after "no token" if nothing runs, so the result is OTHER."""
     model, history = model(40), said(20)
     remember(model, history)
     req = ask(history, 12)
@@ -199,7 +199,7 @@ def test_an_idle_server_looks_again(model, monkeypatch):
 
 
 def test_copies_wait_for_pages_that_are_being_loaded(model, monkeypatch):
-    """With HiCache a history may be on its way from the host: the request waits for a round in which it is not."""
+    """With HiCache a history may be on its way from the host; the request then waits for a later round."""
     model, history = model(40), said(20)
     remember(model, history)
     req, asked = ask(history, 12), []
@@ -230,7 +230,7 @@ def test_after_a_retraction_copies_are_made_again(model):
 
 
 def test_scores_of_tokens_that_stand_for_others_are_refused(model):
-    """SGLang computes from where log-probabilities begin, cached or not."""
+    """SGLang computes tokens from the start of log-probabilities on, even if they are cached."""
     model, history = model(40), said(20)
     remember(model, history)
     req = ask(history, 12, return_logprob=True, logprob_start_len=3 * P)
@@ -241,13 +241,13 @@ def test_scores_of_tokens_that_stand_for_others_are_refused(model):
 
 
 def room(model: FoldModel) -> int:
-    """Pages that a request can get."""
+    """Returns how many pages a request can get."""
     return (model.allocator.available_size() + model.unified.evictable_size()) // P
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_random_rounds_never_compute_what_stands_for_a_history(model, seed):
-    """Conversations, selections and other requests in a pool too small for all."""
+    """Tokens that represent a history's pages are never computed, in a pool too small for all requests."""
     rng = random.Random(seed)
     model = model(40)
     histories = [said(rng.randint(6, 16), seed=n) for n in range(4)]

@@ -1,6 +1,6 @@
-"""Requests of the same tokens that SGLang keeps apart in its tree: none takes the other's BF16 pages.
+"""Requests of the same tokens that SGLang keeps apart in its tree: neither takes the other's BF16 pages.
 
-For ``OLD_TREE``, where a finished request's pages are looked up again; later ones rewrite the row themselves.
+The tests are for ``OLD_TREE``, which looks a finished request's pages up again; later trees rewrite the row themselves.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["allocator"]
 
 
 def finish(tree, allocator, row: int, tokens: list[int], **names) -> torch.Tensor:
-    """A request of these tokens is computed and finishes; the pages it had."""
+    """Computes and finishes a request of these tokens; returns the pages it had."""
     locations = extend(allocator, len(tokens))
     tree.req_to_token_pool.req_to_token[row, : len(tokens)] = locations.int()
     req = SimpleNamespace(
@@ -39,7 +39,7 @@ def finish(tree, allocator, row: int, tokens: list[int], **names) -> torch.Tenso
 
 
 def moves() -> list[tuple[list[int], list[int]]]:
-    """Moves recorded since the last call that change something."""
+    """Returns the moves recorded since the last call that change something."""
     events = runtime.tiers().pending.drain(torch.device("cpu"))
     found = [(ids[0].tolist(), ids[1].tolist()) for ids in events if isinstance(ids, MovedBF16Pages)]
     return [(own, kept) for own, kept in found if own != kept]

@@ -1,4 +1,4 @@
-"""The move recorded when a request's pages are replaced by the tree's: the right pages, without waiting."""
+"""The move that is recorded when the tree's pages replace a request's own: the right pages, without waiting."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def tiers():
 
 
 def table(first: int, device: str) -> torch.Tensor:
-    """One row whose pages are first, first + 1, ..."""
+    """Returns one row whose pages are first, first + 1, ..."""
     pages = torch.arange(first, first + 20, device=device)
     return (pages[:, None] * PAGE_SIZE + torch.arange(PAGE_SIZE, device=device)).flatten()[None].int()
 
@@ -53,7 +53,7 @@ def test_sinks_and_window_are_moved(tiers, length, expected):
 
 @pytest.mark.gpu
 def test_recording_does_not_wait_for_the_device(tiers):
-    """A wait here delays the result of the batch before by a whole prefill."""
+    """A wait here would delay the previous batch's result by a whole prefill."""
     row, kept = table(100, "cuda"), table(500, "cuda")[0]
     with device_waits.refused():
         _WindowMove(tiers, row, 0, 64 * 12).finish(kept)

@@ -53,12 +53,12 @@ def test_a_window_moves_to_the_trees_pages(served, finished):
 
 
 def test_pages_whose_windows_are_gone_are_computed_again_and_replaced(served):
-    """The tree then takes the new pages and frees its own; nothing moves, and no page is lost."""
+    """The tree takes the new pages and frees its own; nothing moves, and no page is lost."""
     model = WindowTreeModel(40, 30, 3, sink_pages=1, recent_pages=2)
     first = computed(model, 8 * P)
     old = model.row_pages(first, first.stored)
     model.leave(first, publish=True)
-    model._evict(0, 40)  # all windows, no pages
+    model._evict(0, 40)  # evicts all windows, but no pages
     moved(model)
     again = computed(model, 8 * P)
     assert again.fresh, "without its window no prefix may be continued"

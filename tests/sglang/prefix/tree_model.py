@@ -1,7 +1,7 @@
 """``scheduler_model`` over SGLang's own allocator, rows, requests and unified tree, with recurrent states in the tree.
 
-The tree takes a request's tokens up to its last recurrent state, and matches only as far as there is one. Here states
-are nothing but their places in SGLang's pool; pages and BF16 pages are checked as in ``scheduler_model``.
+The tree takes a request's tokens up to its last recurrent state, and matches only up to a state. Here a state is only a
+place in SGLang's pool; pages and BF16 pages are checked as in ``scheduler_model``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from sglang_kvq.releases import OLD_TREE
 from sglang_kvq.sglang import compat, runtime
 from tests.cache.scheduler_model import Model, Request
 
-#: Whether what SGLang knows of a request's memory lies on the request itself.
+#: True if SGLang keeps its record of a request's memory on the request itself.
 OLD = compat.applies(OLD_TREE, compat.sglang_version())
 #: Tokens between two states kept while decoding (``--mamba-track-interval``).
 INTERVAL = 2 * P
@@ -33,21 +33,21 @@ EVERYTHING = 1 << 20
 
 @dataclass(eq=False)
 class SglangRequest(Request):
-    """``req`` is SGLang's."""
+    """A request of the model, with SGLang's own request as ``req``."""
 
     req: Any = None
 
     @property
     def memory(self) -> Any:
-        """What has its row, states and lengths."""
+        """The object with the request's row, states and lengths."""
         return self.req if OLD else self.req.kv
 
 
 @dataclass
 class TreeModel(Model):
-    """A worker of a hybrid model: what of it is SGLang's is ``rows``, ``allocator`` and ``unified``.
+    """A worker of a hybrid model; ``request_rows``, ``allocator`` and ``unified`` are SGLang's.
 
-    The plugin's hooks must be applied and on; ``runtime`` gets this worker as its current one.
+    The plugin's hooks must be applied and on; this worker becomes the current one of ``runtime``.
 
     Attributes:
         states: places for recurrent states.
@@ -130,7 +130,7 @@ class TreeModel(Model):
     # -- requests -------------------------------------------------------------------------------------
 
     def start(self, tokens: list[int]) -> Request | None:
-        # One for the request, two to keep, one that a match copies into.
+        # One state for the request, two to keep, one for a match to copy into.
         if not self.request_rows.free_slots or not self._room_for_states(4):
             return None
         req = sglang_request(tokens)
@@ -156,7 +156,7 @@ class TreeModel(Model):
         if not super().extend(requests):
             return False
         for request, n in requests:
-            if n >= P:  # a state is kept at each 64th token of a chunk; the last of them is remembered
+            if n >= P:  # SGLang keeps a state at each 64th token of a chunk and remembers the last of them
                 prefix = request.stored - n
                 kept, branch = prefix + n // P * P, request.req.mamba_branching_seqlen
                 self._keep_state(request, branch if branch and prefix < branch < kept else kept)
@@ -179,7 +179,7 @@ class TreeModel(Model):
         memory.mamba_last_track_seqlen = length
 
     def _tell(self, request: Request, length: int) -> None:
-        """SGLang's request gets to know its first ``length`` tokens."""
+        """Makes SGLang's request know its first ``length`` tokens."""
         req = request.req
         known = len(req.origin_input_ids) + len(req.output_ids)
         req.output_ids.extend(request.tokens[known:length])
@@ -224,7 +224,7 @@ class TreeModel(Model):
         self.running.remove(request)
 
     def fold(self, request: Request, chosen: list[int], publish: bool, length: int | None = None) -> list[int] | None:
-        """Chosen tokens have no recurrent state: such a request only ends."""
+        """Ends the request: without a recurrent state, its chosen tokens cannot be a prefix."""
         self.leave(request, publish, length)
         return None
 
@@ -245,7 +245,7 @@ class TreeModel(Model):
         )
 
     def in_tree(self) -> list[int]:
-        """Pages that the tree holds."""
+        """Returns the pages that the tree holds."""
         pages: list[int] = (self.unified.all_values_flatten()[::P] // P).tolist()
         return pages
 
@@ -261,7 +261,7 @@ class TreeModel(Model):
 
 
 def state_params() -> Any:
-    """The least that SGLang's pool of states takes."""
+    """Returns the smallest parameters that SGLang's pool of states accepts."""
     from sglang.srt.configs.mamba_utils import Mamba2CacheParams, Mamba2StateDType, Mamba2StateShape
 
     shape = Mamba2StateShape.create(
@@ -273,7 +273,7 @@ def state_params() -> Any:
 
 
 def unified_tree(rows: Any, allocator: Any) -> Any:
-    """SGLang's tree of a model with recurrent states."""
+    """Returns SGLang's tree for a model with recurrent states."""
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams
     from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 

@@ -1,6 +1,6 @@
-"""``TreeModel`` of a model with sliding windows: SGLang's two pools, its allocator of both and its unified tree.
+"""``TreeModel`` of a model with sliding windows, with SGLang's two pools, its allocator of both and its unified tree.
 
-Beside pages and BF16 pages it checks windows: what a batch reads of SGLang's pool for them is what its tokens wrote
+Besides pages and BF16 pages it checks windows: a batch must read from SGLang's window pool what its own tokens wrote
 there.
 """
 
@@ -24,17 +24,18 @@ from sglang_kvq.sglang.runtime import CONFIG_ATTRIBUTE, WindowLayers
 from tests.cache.scheduler_model import Request, row_indices
 from tests.sglang.prefix.tree_model import EVERYTHING, OLD, SglangRequest, TreeModel, sglang_request
 
-#: Tokens that one sees besides itself.
+#: Tokens that a token sees before itself.
 WINDOW = 100
 CONFIG = KVQuantConfig("int2")
 
 
 @dataclass
 class WindowTreeModel(TreeModel):
-    """
+    """A worker of a model with sliding windows.
+
     Attributes:
-        window_pages: of SGLang's pool.
-        windows_read: how many reads were checked that did not reach back to a request's first token.
+        window_pages: pages of SGLang's window pool.
+        windows_read: how many checked reads did not reach back to the request's first token.
     """
 
     window_pages: int = 40
@@ -174,7 +175,7 @@ class WindowTreeModel(TreeModel):
         return True
 
     def _use_window(self, request: Request, before: int) -> None:
-        """Tokens from ``before`` on are written to the windows' pool; then what they see of it is read."""
+        """Writes tokens from ``before`` on to the window pool, then checks all that they see there."""
         table = row_indices(request.tokens, request.indices)
         keys = self.both.swa_kv_pool.k_buffer[0]
         loc = self.pool.req_to_token[request.row, : request.stored].long()
@@ -187,7 +188,7 @@ class WindowTreeModel(TreeModel):
         self.windows_read += first > 0
 
     def _leave_behind(self, request: Request, length: int) -> None:
-        """SGLang gives back what no window reaches any more, as it does now and then while decoding."""
+        """Lets SGLang free what no window reaches any more, as it does now and then while decoding."""
         if not OLD:
             self.unified.evict_sliding_windows(request.req, length)
             return
@@ -242,13 +243,13 @@ class WindowTreeModel(TreeModel):
 
 
 def _digits(values: list[int]) -> torch.Tensor:
-    """Numbers below 4096 as two that BF16 holds."""
+    """Returns numbers below 4096 as two digits each, which BF16 represents exactly."""
     values = torch.tensor(values)
     return torch.stack([values // 64, values % 64], dim=1).bfloat16()
 
 
 def window_tree(rows: Any, allocator: Any) -> Any:
-    """SGLang's tree of a model with sliding windows."""
+    """Returns SGLang's tree for a model with sliding windows."""
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams
     from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 

@@ -1,4 +1,4 @@
-"""Stand-in for SGLang's TokenizerManager and for an embedder, with a real session router on top."""
+"""Stand-ins for SGLang's TokenizerManager and for an embedder, with a real session router on top."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def http(**headers):
     return SimpleNamespace(headers=named, is_disconnected=is_disconnected)
 
 
-#: A prompt beyond the budget, and a request of session "a".
+#: A prompt longer than the budget, and the HTTP request of session "a".
 LONG = np.arange(1, 2001, dtype=np.int32)
 NAME = http(X_Session_Id="a")
 
 
 class Words:
-    """Embeds a text of numbers by which hundreds they are of; remembers the texts of whole pages."""
+    """Stand-in for an embedder: counts a text's numbers by their hundreds, and remembers texts of whole pages."""
 
     def __init__(self):
         self.pages = []
@@ -58,15 +58,15 @@ class Words:
 
 
 def pages_of(message: str) -> int:
-    """How many pages a selection names, without reading its history, which the event loop never does."""
+    """Returns how many pages a selection names, without reading its history, which the event loop must not read."""
     return len(json.loads(message[: message.index("\n")])[2])
 
 
 class Manager:
-    """Stand-in for a TokenizerManager: answers by ``script``, and remembers what it was sent."""
+    """Stand-in for a TokenizerManager that records requests; ``script`` may return an error for one."""
 
     context_len, incremental_streaming_output, preferred_sampling_params = 4096, False, None
-    #: Seconds until a request is answered.
+    #: Seconds before a request is answered.
     pause = 0.0
 
     def __init__(self, script=None, config=CONFIG, **episodic):
@@ -116,7 +116,7 @@ class Manager:
         return self.router.store.get("", "a")
 
     async def heard(self, obj, request=NAME, send=None):
-        """All chunks, once what goes on in the background has ended; ``send`` answers instead of this class."""
+        """Returns all chunks after background work has ended; ``send`` replaces this class's answers."""
         send = send or type(self).generate_request
         found = [out async for out in session_router.around_generate_request(send, self, obj, request)]
         while self.router.background:

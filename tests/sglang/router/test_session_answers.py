@@ -1,4 +1,4 @@
-"""Answers of sessions that were aborted, or made again after a part had gone out, against a stand-in for SGLang."""
+"""Answers of sessions that were aborted, or restarted after a part had been sent, with a stand-in for SGLang."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ SENTENCE = ["The ", "capital ", "is ", "Paris."]
 
 
 def reason(message: str, status: HTTPStatus | None = None) -> dict:
-    """As ``FINISH_ABORT.to_json``."""
+    """Returns a finish reason as ``FINISH_ABORT.to_json`` does."""
     return {"type": "abort", "message": message, "status_code": status, "err_type": status and status.name}
 
 
 class Scripted(Manager):
-    """Answers what ``Manager`` does, but requests of one kind by a script.
+    """A ``Manager`` that answers one kind of requests by a script.
 
     Args:
-        runs: what such requests answer, one after the other: an exception, a ``finish_reason`` of one that never ran,
-            or words that come chunk by chunk, of which the last may be a ``finish_reason``.
-        answers: requests with chosen pages; else those that compute a history.
+        runs: the answers to these requests, one after the other: an exception, the ``finish_reason`` of a request that
+            never ran, or words that come chunk by chunk, with an optional ``finish_reason`` at the end.
+        answers: True for requests with chosen pages, False for those that compute a history.
     """
 
     def __init__(self, *runs, answers: bool = True, incremental: bool = False):
@@ -48,7 +48,7 @@ class Scripted(Manager):
         obj.normalize_batch_and_arguments()
         if isinstance(run, Exception):
             raise run
-        if isinstance(run, dict):  # as TokenizerManager._handle_abort_req
+        if isinstance(run, dict):  # as in TokenizerManager._handle_abort_req
             if run["status_code"] is not None and not obj.stream:
                 raise fastapi.HTTPException(run["status_code"], run["message"])
             yield {"text": "", "output_ids": [], "meta_info": {"id": obj.rid, "finish_reason": run}}
@@ -77,7 +77,7 @@ def ask(manager, **fields):
 
 
 def heard(outs: list[dict]) -> str:
-    """What a chat client makes of cumulative chunks, as SGLang's ``serving_chat`` does."""
+    """Returns the text that a chat client gets from cumulative chunks, as SGLang's ``serving_chat`` builds it."""
     text = ""
     for out in outs:
         text += out["text"][len(text) :]
@@ -88,7 +88,7 @@ def ending(outs: list[dict]) -> dict:
     return outs[-1]["meta_info"]["finish_reason"]
 
 
-# -- answers that are made again ----------------------------------------------------------------------------
+# -- answers that are restarted -----------------------------------------------------------------------------
 
 
 def test_the_same_answer_goes_on_where_it_stopped():
@@ -126,7 +126,7 @@ def test_before_anything_was_sent_an_answer_is_simply_made_again(stream, increme
 
 
 def test_read_whole_it_goes_on_or_ends_too():
-    """The history goes twice: the third time the prompt is read whole, by the client's own request."""
+    """The history is evicted twice; the third attempt reads the whole prompt with the client's own request."""
     evicted = [*SENTENCE[:3], reason(EVICTED, HTTPStatus.BAD_REQUEST)]
     outs = ask(Scripted(evicted, [reason(EVICTED, HTTPStatus.BAD_REQUEST)]), stream=True)
     assert heard(outs) == "The capital is " and ending(outs)["type"] == "abort"
@@ -162,7 +162,7 @@ def test_a_full_queue_keeps_its_status(answers):
         ask(Scripted(full, answers=answers))
     assert (raised.value.status_code, raised.value.detail) == (503, "The request queue is full.")
     outs = ask(Scripted(full, answers=answers), stream=True)
-    assert [out["meta_info"]["finish_reason"] for out in outs] == [full]  # what SGLang's endpoints make an error of
+    assert [out["meta_info"]["finish_reason"] for out in outs] == [full]  # SGLang's endpoints turn this into an error
     assert isinstance(ending(outs)["status_code"], HTTPStatus)
 
 
@@ -175,7 +175,7 @@ def test_an_ended_request_has_what_sglangs_endpoints_read():
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_fold_that_sglang_ends_keeps_its_status(stream):
-    """Of EpiCache, whose chains are many requests."""
+    """A status is kept in EpiCache too, whose chains are many requests."""
     with_status = fastapi.HTTPException(503, "The request queue is full.")
     manager = episodes.Manager(with_status)
     if stream:
@@ -201,7 +201,7 @@ def test_a_fold_that_is_aborted_in_the_queue_ends_the_request():
 
 
 def leaving(after: int):
-    """An HTTP request whose client has left once it was looked at so often."""
+    """Returns an HTTP request whose client has left after so many looks."""
     looks = iter(range(10**6))
 
     async def is_disconnected() -> bool:
@@ -212,7 +212,7 @@ def leaving(after: int):
 
 @pytest.mark.parametrize("background", [False, True])
 def test_a_client_that_leaves_stops_a_chain(monkeypatch, background):
-    """Each of its requests is so short that SGLang never looks whether the client is there."""
+    """The router must look, because each request is too short for SGLang to notice that the client has left."""
     monkeypatch.setattr(session_answers, "POLL", 0.01)
     manager = episodes.Manager()
     original = episodes.Manager.generate_request
@@ -227,7 +227,7 @@ def test_a_client_that_leaves_stops_a_chain(monkeypatch, background):
         obj.background = background
         return await manager.heard(obj, leaving(2), send=slow)
 
-    if background:  # nobody waits for it, and it is to be made
+    if background:  # nobody waits for the answer, and it is computed all the same
         assert len(asyncio.run(run())) == 1 and len(manager.sent) == 5
         return
     with pytest.raises(KVQuantError, match="request client: its client has left"):

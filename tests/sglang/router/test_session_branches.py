@@ -1,4 +1,4 @@
-"""Requests of a session at once, beside each other and between its turns; the event loop stays free."""
+"""Several requests of a session, at once and between its turns; the event loop stays free."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.sglang.router.session_model import BUDGET, LONG, Manager, http, reque
 
 
 async def beside(manager, side):
-    """A turn, and requests of the same session that end while the turn's question is embedded."""
+    """Runs a turn, and other requests of its session that end while the turn's question is embedded."""
     question, waiting = manager.router.workers.thread.question, Future()
     manager.router.workers.thread.question = lambda text: waiting
     turn = asyncio.ensure_future(manager.turn(LONG, rid="turn"))
@@ -42,7 +42,7 @@ TITLE = [5000 + n for n in range(100)]
     ids=["title", "older turn", "many"],
 )
 def test_a_turn_is_served_beside_other_requests_of_its_session(side):
-    """Those that do not go on with the conversation: none fails, and nothing of it is embedded or computed again."""
+    """Requests that do not continue the conversation neither fail nor cause it to be embedded or computed again."""
     manager = Manager()
     (out,), served = asyncio.run(beside(manager, side))
     assert out["output_ids"] == [7, 8] and len(served) == len(side)
@@ -66,7 +66,7 @@ def test_a_request_between_two_turns_costs_the_conversation_nothing(side):
 
 
 def test_an_older_turn_that_is_answered_again_becomes_the_conversation():
-    """With all that is known of what both have in common; and the first answer can still be gone on with."""
+    """It keeps all that both answers have in common, and the first answer can still be continued."""
     manager, older = Manager(), LONG[:1500].tolist()
 
     async def run():
@@ -77,7 +77,7 @@ def test_an_older_turn_that_is_answered_again_becomes_the_conversation():
         await manager.turn([*LONG.tolist(), 7, 8, *range(4000, 4100)])
 
     asyncio.run(run())
-    # On either way what is new: two pages of the one, one page of the other.
+    # Each branch embeds only its new pages: two of the older one, one of the other.
     assert [text.split()[0] for text in manager.words.pages] == ["1473", "3034", "1985"]
     history = Selection.decode(manager.sent[-2].sampling_params["custom_params"][SELECTION]).history
     assert len(history) > 1900 and history.tolist() == [*LONG.tolist(), 7, 8, 4000][: len(history)]
@@ -91,13 +91,13 @@ def test_two_requests_of_one_session_compute_its_history_once():
     manager = Manager()
     first, second = asyncio.run(both(manager))
     assert first[0]["output_ids"] == second[0]["output_ids"] == [7, 8]
-    # Up to the block of the first; what it said, by either of them.
+    # One request computes the history up to the block; one, of either turn, computes what followed.
     assert [len(obj.input_ids) for obj in manager.sent if obj.extra_key is None] == [30 * P, 31 * P]
     assert len([obj for obj in manager.sent if obj.extra_key]) == 2
 
 
 async def longest_gap(job, clock=time.perf_counter):
-    """The longest time by ``clock`` that the event loop did not come back, while ``job`` ran, in seconds."""
+    """Returns the longest time in seconds, by ``clock``, that ``job`` kept the event loop from running."""
     asked, longest, last = asyncio.ensure_future(job), 0.0, clock()
     while not asked.done():
         await asyncio.sleep(0.001)
@@ -128,7 +128,7 @@ def test_other_sessions_go_on_while_one_is_searched_and_indexed(monkeypatch, slo
 
 
 def known_conversation(manager, tokens):
-    """A session of so many tokens, all computed, embedded and indexed; what it said."""
+    """Creates a session of so many tokens, all computed, embedded and indexed; returns the tokens."""
     said, pages = (np.arange(tokens, dtype=np.int32) * 7919 % 50_000).astype(np.int32), tokens // P
     one, index = split([" ".join(map(str, said[:P]))]), PageIndex()
     ends = (np.arange(1, pages + 1) * len(one.packed)).astype(np.int32)
@@ -143,17 +143,17 @@ def known_conversation(manager, tokens):
 
 
 def test_a_long_conversation_stops_nobody():
-    """A million tokens and four branches: of 0.3 s of work in a turn and after it, the loop does 5 ms at once."""
+    """With a million tokens and four branches, a turn's 0.3 s of work blocks the loop for about 5 ms at a time."""
     manager = Manager()
     manager.context_len = 1 << 21
     said = known_conversation(manager, 1 << 20)
 
     async def turn(number):
-        """One that goes on with the conversation, and one that leaves it a little earlier each time."""
+        """Runs a prompt that continues the conversation, and one that leaves it earlier with each turn."""
         prompts = [[*said.tolist(), 7, 8, *range(number, number + 40)], [*said[: -P * number].tolist(), *range(150)]]
         asked = [request_of(input_ids=prompt) for prompt in prompts]
         await asyncio.sleep(0)
-        # CPU time of the loop's own thread: whatever else the machine does.
+        # CPU time of the loop's own thread, so that other work on the machine does not count.
         return max([await longest_gap(manager.heard(one), time.thread_time) for one in asked])
 
     async def run():

@@ -1,4 +1,4 @@
-"""The router of EpiCache against a stand-in for SGLang that knows which episodes are cached."""
+"""The router of EpiCache, with a stand-in for SGLang that knows which episodes are cached."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from tests.sglang.router.session_model import http, request_of
 BUDGET, BLOCK = 6 * P, 2 * P
 EPISODIC = EpisodicConfig("epicache", BUDGET, BLOCK, "folder", 2 * P, sessions=3, idle_seconds=0, episodes=2)
 CONFIG = KVQuantConfig("oscar", recent_tokens=2 * P, episodic=EPISODIC)
-#: Of two subjects, in hundreds: 1, then 5.
+#: A prompt about two subjects: numbers in the hundreds 1, then 5.
 LONG = np.concatenate([100 + np.arange(8 * P) % 90, 500 + np.arange(8 * P) % 90]).astype(np.int32)
 
 
 class Manager(session_model.Manager):
-    """Answers requests; folds are cached under their names, and what goes on behind an episode needs it there.
+    """Answers requests, caches folds under their names, and requires a request's episode to be cached.
 
     Args:
-        problems: raised by the requests that are sent first, one each.
+        problems: errors for the first requests, one each.
     """
 
     context_len, says = 8192, (7, 8)
@@ -61,7 +61,7 @@ def test_a_chain_is_built_and_answered_from():
     manager = Manager()
     (out,) = manager.ask(LONG)
     *steps, answer = manager.sent
-    # 16 pages, of which at most a block is not folded, even of a question: blocks end at pages 8, 10, 12 and 14.
+    # 16 pages, of which the last block or less is not folded: blocks end at pages 8, 10, 12 and 14.
     assert [Fold.decode(manager.custom(i, FOLD)).length for i in range(len(steps))] == [8 * P] * 4
     behind = [FoldedPrefix.decode(manager.custom(i, PREFIX)) for i in (1, 2, 3)]
     assert manager.custom(0, PREFIX) is None and [one.offset for one in behind] == [2 * P, 4 * P, 6 * P]
@@ -77,7 +77,7 @@ def test_a_chain_is_built_and_answered_from():
 
 
 def test_the_episode_is_the_questions():
-    """Prompts of the two subjects' episodes are of their own segments."""
+    """The prompts for the two subjects' episodes consist of their own segments."""
     manager = Manager()
     manager.ask(LONG)
     said = np.append(LONG, [7, 8])
@@ -95,7 +95,7 @@ def test_the_next_turn_folds_what_is_new_only():
     before = len(manager.sent)
     more = np.concatenate([LONG, [7, 8], 500 + np.arange(2 * P + 10) % 90])
     manager.ask(more)
-    # The same episode: its chain goes on from page 14 with one block, and the answer.
+    # The episode is the same: one block continues its chain at page 14, then comes the answer.
     assert len(manager.sent) - before == 2
     assert manager.sent[before].extra_key == manager.sent[before - 1].extra_key
     again = len(manager.sent)
@@ -136,7 +136,7 @@ def test_an_edit_divides_anew():
 
 def test_a_short_prompt_is_the_clients_own():
     manager = Manager()
-    for tokens in (BUDGET, BUDGET + BLOCK):  # the second has a question, and no whole block too much before it
+    for tokens in (BUDGET, BUDGET + BLOCK):  # the second exceeds the budget by less than a block before its question
         manager.ask(LONG[:tokens])
         assert manager.sent[-1].input_ids == LONG[:tokens].tolist() and manager.sent[-1].extra_key is None
     assert len(manager.sent) == 2
@@ -148,8 +148,8 @@ def test_what_was_evicted_is_built_again():
     manager.cached.clear()
     before = len(manager.sent)
     manager.ask(LONG)
-    assert len(manager.sent) - before == 1 + 4 + 1 and manager.session.rebuilt == 1  # refused, built, answered
-    # In the middle of a chain: the steps before it are tried from the beginning.
+    assert len(manager.sent) - before == 1 + 4 + 1 and manager.session.rebuilt == 1  # a refusal, four steps, the answer
+    # If a chain is broken in the middle, its earlier steps are tried from the beginning.
     manager.cached.clear()
     before = len(manager.sent)
     manager.ask([*LONG, 7, 8, *LONG[-300:]])
@@ -195,7 +195,7 @@ def test_an_abort_ends_a_chain_that_is_built_again():
         manager.cached.clear()
         before = len(manager.sent)
         asked = asyncio.ensure_future(manager.turn(LONG, rid="client"))
-        while len(manager.sent) < before + 2:  # refused, and the first step again
+        while len(manager.sent) < before + 2:  # a refusal, then the first step again
             await asyncio.sleep(0)
         manager.abort_request("client")
         assert (await asked)[0]["meta_info"]["finish_reason"]["message"] == "Abort before its answer began"
@@ -205,7 +205,7 @@ def test_an_abort_ends_a_chain_that_is_built_again():
     assert not manager.router.workers.preparing and not manager.router.workers.aborted
 
 
-#: A title, an older turn, and something else that is long.
+#: Other requests: a title, an older turn, and a long unrelated prompt.
 SIDES = [[2000 + n for n in range(64)], LONG[: BUDGET + BLOCK], 2000 + np.arange(16 * P) % 90]
 
 
@@ -222,7 +222,7 @@ def test_a_request_between_two_turns_costs_no_episode(side):
         assert manager.session.latest.episodes.clusters is clusters
 
     asyncio.run(run())
-    assert len(manager.sent) == 2  # one block more, and the answer
+    assert len(manager.sent) == 2  # one more block, then the answer
 
 
 def test_requests_of_one_session_at_once_are_served():
@@ -235,7 +235,7 @@ def test_requests_of_one_session_at_once_are_served():
 
 
 def test_another_conversation_has_other_episodes():
-    """It begins within the budget, which divides nothing, and has become long by its first answer."""
+    """A conversation that begins within the budget gets its own episodes when its first answer makes it long."""
     manager = Manager()
     short = np.arange(2000, 2000 + BUDGET)
 

@@ -1,4 +1,4 @@
-"""Requests of sessions as SGLang's own objects, and what a session has no place for."""
+"""Requests of sessions as SGLang's own objects, and the requests that a session refuses."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_answers_end_where_the_models_context_does(given, expected):
 
 def test_positions_of_log_probabilities():
     assert made(request_of(return_logprob=True)).logprob_start_len == -1
-    assert made(request_of(logprob_start_len=3)).logprob_start_len == -1  # nothing was asked for
+    assert made(request_of(logprob_start_len=3)).logprob_start_len == -1  # no log-probabilities were asked for
     assert made(request_of(return_logprob=True, logprob_start_len=18 * P)).logprob_start_len == 3 * P
     assert made(request_of(return_logprob=True, logprob_start_len=19 * P)).logprob_start_len == 4 * P
     for start in (0, 18 * P - 1, 20 * P):
@@ -104,11 +104,11 @@ def test_names_of_sessions(name):
 
 
 def test_another_header_may_name_sessions():
-    """SGLang's router passes one header on that it keeps sessions apart by."""
+    """A session may be named by the header that SGLang's router forwards and by which it tells sessions apart."""
     manager = Manager(session_header="X-SMG-Routing-Key")
     manager.ask(LONG[:P], http(X_Session_Id="a"))
     assert len(manager.router.store) == 0
-    # HTTP's headers have no case; those of this stand-in do.
+    # HTTP ignores a header's case; this stand-in does not.
     manager.ask(LONG[:P], http(**{"X-SMG-Routing-Key": "b", "X-Session-Id": "a"}))
     assert [session.id for session in manager.router.store.of("")] == ["b"]
     with pytest.raises(KVQuantError, match="session_id 'c' and X-SMG-Routing-Key 'b': give one of them"):
@@ -116,7 +116,7 @@ def test_another_header_may_name_sessions():
 
 
 def test_computed_tokens_are_counted():
-    """Of a prompt's history and of what follows it; cached ones are not."""
+    """Tokens are counted if they are computed, in the history or after it; cached ones are not."""
 
     class Counted(NoMetrics):
         tokens = 0

@@ -1,4 +1,4 @@
-"""Turns of a session: what is computed, what is read, and what happens to what was evicted or aborted."""
+"""Turns of a session: what is computed and read, and what follows an eviction or an abort."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_a_longer_prompt_is_computed_read_in_parts_and_computed_on():
     (out,) = asyncio.run(manager.heard(obj))
     history, answer, behind = manager.sent
     assert history.rid == answer.rid == "client" and behind.rid != "client"
-    # The last 256 tokens stand for the question; what is before them is history up to the block.
+    # The last 256 tokens serve as the question; the history ends at most a block before the prompt's end.
     folded = len(history.input_ids)
     assert LONG[:folded].tolist() == history.input_ids.tolist() and 0 < len(LONG) - folded <= EPISODIC.block
     assert history.extra_key is None and history.sampling_params["max_new_tokens"] == 1
@@ -53,9 +53,9 @@ def test_the_next_turn_computes_its_tail_only():
     asyncio.run(two_turns(manager, [450, 451, 452]))
     answer = manager.sent[-1]
     chosen = Selection.decode(answer.sampling_params["custom_params"][SELECTION])
-    assert len(manager.sent) == 4  # history, answer, what comes after; answer, after which no page is new
+    assert len(manager.sent) == 4  # history, answer, the new pages; then an answer that completes no page
     assert len(chosen.history) == (len(LONG) + 2) // P * P
-    # Tokens 400 to 500 are in the segment of pages 6 and 7; the question names them.
+    # Tokens 400 to 500 are in the segment of pages 6 and 7, and the question names them.
     assert {6, 7} <= set(chosen.pages.tolist())
     session = manager.session
     assert (session.matches[0].start, session.matches[0].end) == (384, 512)
@@ -125,7 +125,7 @@ def test_a_client_that_leaves_aborts_what_runs_for_it():
 
 
 def test_a_request_in_the_background_outlives_its_client():
-    """SGLang aborts what runs for a client that left, unless the request says that it may."""
+    """SGLang aborts the requests of a client that left, unless they are marked as background."""
 
     async def left(self, obj, request=None):
         if not obj.background:
@@ -156,14 +156,14 @@ def test_an_abort_while_the_prompt_becomes_tokens_ends_the_request():
 
 
 def test_an_abort_while_an_evicted_history_waits_to_be_computed_again_ends_the_request():
-    """Another request of the session computes; nothing is sent under this one's id, so SGLang notes no abort."""
+    """While the request waits for another one of its session, SGLang knows nothing of it and notes no abort."""
 
     async def run(manager):
         def script(obj):
             if obj.extra_key is None:
                 return None
             with contextlib.suppress(StopIteration):
-                session.computing.acquire().send(None)  # at once
+                session.computing.acquire().send(None)  # takes the lock immediately
             asyncio.get_running_loop().call_later(0.05, manager.abort_request, "client")
             asyncio.get_running_loop().call_later(0.1, session.computing.release)
             return KVQuantError("is no longer cached")

@@ -1,4 +1,4 @@
-"""The routes behind SGLang's API keys; each tenant has sessions and memory of its own."""
+"""The routes behind SGLang's API keys; each tenant has its own sessions and memory."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_tenants_read_copies_of_their_own():
 
 
 def test_a_tenant_that_asks_much_forgets_nobody_elses_session():
-    """Not the one that is answered, nor one that waits for its next turn."""
+    """Many requests of one tenant displace neither another's running session nor one that waits for its next turn."""
 
     async def run(manager):
         await manager.turn(LONG, http(X_Session_Id="a", Authorization="alice"))
@@ -59,7 +59,7 @@ def test_states_memory_is_bounded_while_it_grows():
 
 
 def test_a_gateways_header_tells_tenants_apart():
-    """With one API key, as a gateway has it; and equal values of two keys are two tenants."""
+    """Tenants behind a gateway share an API key; equal header values under two keys are two tenants."""
     manager = Manager(tenant_header="X-Tenant")
     keys = {"k": {"Authorization": "Bearer k"}, "other": {"Authorization": "Bearer other"}, "none": {}}
     several = [http(X_Session_Id="a", X_Tenant=name, **keys[key]) for key in keys for name in ("one", "two")]
@@ -81,13 +81,13 @@ def test_a_request_without_the_gateways_header_is_refused(request_):
     with pytest.raises(KVQuantError, match="--episodic-tenant-header X-Tenant: this request has no such header"):
         asyncio.run(manager.heard(request_of(session_id="a"), request_))
     assert manager.sent == [] and len(manager.router.store) == 0
-    asyncio.run(manager.heard(request_of(), http()))  # of no session: SGLang's own
+    asyncio.run(manager.heard(request_of(), http()))  # a request without a session goes to SGLang directly
     assert len(manager.sent) == 1
 
 
 @pytest.fixture
 def app():
-    """The routes behind SGLang's middleware for API keys."""
+    """Returns a client for the routes behind SGLang's middleware for API keys."""
     from fastapi import FastAPI
     from fastapi.testclient import TestClient
     from sglang.srt.utils.auth import add_api_key_middleware

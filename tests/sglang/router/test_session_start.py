@@ -1,4 +1,4 @@
-"""Flags of sessions, and what is refused at start."""
+"""Flags of sessions, and the settings that are refused at start."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_a_device_without_such_a_name():
 
 @pytest.fixture
 def loaded(monkeypatch):
-    """The embedder's folders that were loaded."""
+    """Returns the list of embedder folders that were loaded."""
     found = []
     monkeypatch.setattr(session_router, "load_embedder", lambda folder, device: found.append(folder))
     return found

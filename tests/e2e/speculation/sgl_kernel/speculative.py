@@ -1,4 +1,4 @@
-"""The submodule that SGLang imports one kernel from."""
+"""The submodule from which SGLang imports one kernel."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 def reconstruct_indices_from_tree_mask(
     tree_mask, stored_lens, positions, retrive_index, retrive_next_token, retrive_next_sibling, batch, count
 ) -> None:
-    """Positions and links of a tree whose mask says which nodes are a node's ancestors."""
+    """Writes positions and links of a tree, given a mask of each node's ancestors."""
     order = torch.arange(count)
     ancestors = tree_mask.view(batch, count, count).bool() & (order < order[:, None])
     positions.copy_((ancestors.sum(-1) + stored_lens[:, None]).flatten())
