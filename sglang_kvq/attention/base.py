@@ -133,16 +133,16 @@ class AttentionOps(ABC):
     ) -> None:
         """Quantizes whole pages of one layer from activations.
 
-        Rows ``first[i] .. first[i] + PAGE_SIZE`` of k, v ``[T, kv_heads, D]`` become page ``pages[i]``'s
-        record; both index tensors are int64 ``[n]``, ``n`` may be 0.
+        Rows ``first[i] .. first[i] + PAGE_SIZE`` of k, v ``[T, kv_heads, D]`` become the records of page ``pages[i]``.
+        Both index tensors are int64 ``[n]``; ``n`` may be 0.
         """
 
     @abstractmethod
     def quantize_slots(self, slots: torch.Tensor, pages: torch.Tensor, count: torch.Tensor) -> None:
         """Quantizes BF16 pages into records, in all layers of all stores.
 
-        For ``i < count``, BF16 copy ``slots[i]`` becomes page ``pages[i]``'s record. ``slots`` and ``pages``
-        are int64 ``[n]``; ``count`` is int64 ``[1]`` on the device and is not read on the host of a GPU.
+        For ``i < count``, the BF16 page in slot ``slots[i]`` becomes the records of page ``pages[i]``. ``slots`` and
+        ``pages`` are int64 ``[n]``; ``count`` is int64 ``[1]`` on the device. On a GPU, the host does not read it.
         """
 
     @abstractmethod

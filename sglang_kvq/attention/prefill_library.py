@@ -53,8 +53,8 @@ def _flashinfer(device: torch.device, head_dim: int) -> tuple[ModuleType, str]:
     """Returns FlashInfer with its name and version.
 
     Raises:
-        RuntimeError: it has no kernels for these heads.
-        ImportError: it is not installed.
+        RuntimeError: FlashInfer has no kernels for this head_dim.
+        ImportError: FlashInfer is not installed.
     """
     if head_dim not in HEAD_DIMS:
         raise RuntimeError(f"no kernels for heads of {head_dim}")

@@ -12,7 +12,7 @@ from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.formats.record import RecordFormat
 
-#: Contexts for which logs and plans say how many requests fit.
+#: Context lengths in tokens for which logs and ``kvq plan`` show how many requests fit.
 CONTEXTS = (4 << 10, 32 << 10, 128 << 10)
 
 
@@ -158,8 +158,8 @@ def divide(
         resumes: requests of one prefill batch that may continue in the middle of a page. Each may hold one BF16 page
             beyond its window while that batch runs.
         chunk: tokens of a prompt computed at once; None: all. If a chunk is so short that all its tokens get BF16
-            copies, ``config.prefill_pages`` BF16 pages are kept free of running requests' windows, unless ``wanted``
-            requests need them.
+            copies, running requests' windows leave ``config.prefill_pages`` BF16 pages free, unless ``wanted`` requests
+            need them.
         batch: most tokens of a prefill batch. If requests may lose recent pages (``config.recent_min``), the tokens
             that such a batch writes need room in addition to the pages that requests never lose.
         written: tokens that a step writes, 1 or the number of drafts.

@@ -68,9 +68,9 @@ class ArrivedRequest(NamedTuple):
     """A request whose cache was computed elsewhere: its records are already in its pages, its window is in ``source``.
 
     ``rows`` and ``lens`` int64 ``[1]`` are the request's row and number of tokens. ``pages`` int64 ``[n]`` are the
-    whole pages whose records have arrived. ``window`` int64 ``[w]`` are the pages of its window, ``places`` int64
-    ``[w]`` their indices in the request, and ``at`` int64 ``[w]`` their indices in ``source``, which has the layout of
-    ``PagePool.read_bf16``. ``done`` is called once a plan has read ``source``.
+    whole pages whose records have arrived. ``window`` int64 ``[w]`` are the pages of its window. ``places`` int64
+    ``[w]`` are their indices in the request, and ``at`` int64 ``[w]`` their indices in ``source``, which has the layout
+    of ``PagePool.read_bf16``. ``done`` is called once a plan has read ``source``.
     """
 
     rows: torch.Tensor
@@ -152,7 +152,8 @@ class PendingOps:
     def copy_pages(self, source: torch.Tensor, target: torch.Tensor, windows: torch.Tensor) -> None:
         """Records that the next plan copies pages ``source`` to ``target`` int64 ``[n]``; see ``CopiedPages``.
 
-        Sources may be freed right after, because that is a later event. One call copies a page to at most one target.
+        Sources may be freed right afterwards, because the free is a later event. One call must not copy a page to
+        several targets.
         """
         if target.numel():
             self._events.append(CopiedPages(source, target, windows))
@@ -160,7 +161,7 @@ class PendingOps:
     def fold_pages(self, source: torch.Tensor, target: torch.Tensor, tokens: torch.Tensor, sinks: torch.Tensor) -> None:
         """Records that the next plan folds tokens of pages ``source`` into ``target``; see ``FoldedPages``.
 
-        Sources may be freed right after, because that is a later event. No page is named twice.
+        Sources may be freed right afterwards, because the free is a later event. No page may be named twice.
         """
         if target.numel():
             self._events.append(FoldedPages(source, target, tokens, sinks))

@@ -5,9 +5,9 @@ it badly (``RecordFormat.keeps_first``), and every later token reads it. So the 
 first page until the page is freed, for all layers and KV heads. This takes 1/64 of a BF16 page.
 
 Any page may have any entry. A page that needs an entry gets a free one. If none is free, it gets the entry of a page
-that still has its BF16 copy, because that page needs an entry only after losing the copy. Otherwise it gets the oldest
-entry. So no first token is lost until there are more idle conversations than entries. Then the conversation that has
-been idle longest loses its first token, and requests read that token from its record.
+with a BF16 copy, because that page needs an entry only after losing the copy. Otherwise it gets the oldest entry. So no
+first token is lost until there are more idle conversations than entries. Then the conversation that has been idle
+longest loses its first token, and requests read that token from its record.
 
 This is the reference implementation. In ``kernels``, ``tiers.sink_entries`` and ``quantize.keep_sink_tokens`` do the
 same.

@@ -24,9 +24,9 @@ from sglang_kvq.rotations.resolve import locate_rotations, plane_formats, resolv
 from sglang_kvq.sglang.doctor.capacity import Capacity, capacity, state_bytes, window_bytes
 from sglang_kvq.sglang.types import ModelConfig
 
-#: Widths of transform coding that are tried for a wish.
+#: Widths of transform coding that are tried to serve a wish, in bits per element.
 PLANE_WIDTHS = tuple(4 - 0.25 * i for i in range(12))
-#: Shares of the KV memory for BF16 pages that are tried for a wish, in percent.
+#: Shares of the KV memory for BF16 pages that are tried to serve a wish, in percent.
 BUDGETS = range(2, 90)
 #: Methods that ``best`` may advise; of methods with equal bits, the first is advised. README says why.
 ADVISED = ("int4", "transform", "oscar", "turboquant", "hadamard")

@@ -123,7 +123,7 @@ def _by_config(path: str, hf_config: Any, trust_remote_code: bool) -> Iterator[t
             model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]  # transformers'
                 hf_config, trust_remote_code=trust_remote_code
             )
-    except Exception as error:  # whatever transformers raises for a class that it does not have
+    except Exception as error:  # transformers may raise anything for a class that it lacks
         raise KVQuantError(
             f"{path}: it has no weights here, and transformers cannot build it from its config ({first_line(error)}); "
             "pass --weights GIB."

@@ -24,7 +24,7 @@ TERM_BITS = 20
 COUNT_BITS = 32 - TERM_BITS
 #: Largest count of a term in a text. Higher counts are reduced to it, which changes little because counts saturate.
 MOST = (1 << COUNT_BITS) - 1
-#: Saturation of a term's repetitions, and discount of a long text's terms.
+#: BM25's parameters k1 (how soon repetitions of a term saturate) and b (how much long texts are discounted).
 SATURATION, LENGTH = 1.2, 0.75
 #: Numbers in a table that is searched at once: 1 MB, so that other threads wait for at most a millisecond.
 TABLE = 1 << 17

@@ -70,8 +70,7 @@ class Branch:
         """Returns True if a prompt that shares ``same`` first tokens with this branch continues it.
 
         The prompt must share the branch's last prompt, except for its last page. The end may differ, because a chat
-        template may render the end of a prompt differently once an answer follows, and because the answer may be
-        tokenized differently.
+        template may render it differently once an answer follows, or because the answer is tokenized differently.
         """
         return same >= self.asked - PAGE_SIZE
 

@@ -1,6 +1,6 @@
 """Plans attention calls over one ragged buffer, which holds each request's BF16 prefix followed by its new tokens.
 
-    request i:  [prefix_i; new_i]      causal attention aligns the last query with the last key
+    request i:  [prefix_i; new_i]      causal attention aligns the last query with the last key.
 
 The first call reads the new tokens and the part of the prefixes that fits the workspace. Further calls read the rest.
 They are not causal, because every new token sees all of the rest, and their results are merged by log-sum-exp. Each

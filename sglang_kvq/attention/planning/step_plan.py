@@ -66,7 +66,7 @@ class StepPlan:
         self.spans = torch.empty(max_batch, 2, dtype=torch.int32, device=device)
 
     def count(self, batch: int) -> int:
-        """Returns the number of items for a batch of that size."""
+        """Returns the number of items for a batch of ``batch`` requests."""
         items: int = self.launch.items(batch, self.programs, self.sms)
         return items
 

@@ -25,9 +25,9 @@ Rules (docs/design.md has the reasons):
 * A prefill of more than one token also reads BF16 pages up to ``prefill_pages`` further back. Most pages that recently
   left the window still have a BF16 copy, with the values as written. No BF16 page is pinned for this purpose.
 
-``state`` has the tables and their basic operations, ``manager`` plans batches, ``fills`` handles pages that are filled
-without a batch, and ``boundary`` moves the boundary of a shared memory. This package is the CPU path and the reference
-for ``triton_tiers``, which makes the same decisions on a GPU in a few launches.
+``state`` has the tables and their basic operations, and ``manager`` plans batches. ``fills`` handles pages that are
+filled without a batch, and ``boundary`` moves the boundary of a shared memory. This package is the CPU path and the
+reference for ``triton_tiers``, which makes the same decisions on a GPU in a few launches.
 """
 
 from sglang_kvq.cache.tiers.manager import TierManager, read_lens

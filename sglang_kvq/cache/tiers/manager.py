@@ -57,9 +57,9 @@ class TierManager(TierState):
     def decode_needs_plan(self, seq_lens: torch.Tensor, requests: Sequence[str] | None = None) -> bool:
         """Returns whether a decode batch must be planned.
 
-        Ranges, windows and page ids change only if a page fills or the next page begins, after a prefill, or if the
-        scheduler moves or frees pages. Lengths below 2 are padding. A batch whose lengths do not continue an earlier
-        batch token by token contains other requests.
+        Ranges, windows and page ids change only if a page fills or the next page begins. They also change after a
+        prefill, or if the scheduler moves or frees pages. Lengths below 2 are padding. If the lengths do not continue
+        an earlier batch token by token, the batch contains other requests.
 
         Args:
             seq_lens: int ``[batch]`` on the host.

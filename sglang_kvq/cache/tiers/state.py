@@ -111,7 +111,7 @@ class TierState:
         return self.places
 
     def pages_of(self, ids: torch.Tensor) -> torch.Tensor:
-        """Returns the pages of page ids int64 ``[n]``."""
+        """Converts page ids int64 ``[n]`` to pages."""
         return ids if self.places is None else self.pool.places[ids].long()
 
     # -- windows ------------------------------------------------------------------------------------
