@@ -1,4 +1,4 @@
-"""Checks of what a command line may name, made before any model is loaded."""
+"""Checks values from a command line, before any model is loaded."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from sglang_kvq.errors import KVQuantError, unknown
 
 DEVICES = ("cuda", "cpu", "auto")
 DTYPES = ("auto", "bfloat16", "float16", "float32")
-#: Names that people and other tools use, mapped to torch's.
+#: Short names of dtypes that people and other tools use, mapped to torch's names.
 SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
 
 
 def check_device(device: str) -> None:
-    """Refuses a ``--device`` that is not on this machine; empty chooses one later.
+    """Refuses a ``--device`` that this machine does not have. An empty string is valid; a device is then chosen later.
 
     Raises:
-        KVQuantError: not ``cuda``, ``cuda:N``, ``cpu`` or ``auto``; no such GPU; ``auto`` without accelerate.
+        KVQuantError: the value is not ``cuda``, ``cuda:N``, ``cpu`` or ``auto``, there is no such GPU, or it is
+            ``auto`` and accelerate is missing.
     """
     if device in ("", "cpu"):
         return
@@ -48,10 +49,10 @@ def check_device(device: str) -> None:
 
 
 def check_dtype(dtype: str) -> None:
-    """Refuses a ``--dtype`` that is not torch's name of one; empty chooses one later.
+    """Refuses a ``--dtype`` that is not one of torch's names. An empty string is valid; a dtype is then chosen later.
 
     Raises:
-        KVQuantError: it names the right one.
+        KVQuantError: the message names torch's name for the value, or all valid names.
     """
     if dtype in SHORT_DTYPES:
         raise KVQuantError(f"--dtype {dtype}: torch's name of it is {SHORT_DTYPES[dtype]}; pass --dtype that.")
@@ -63,7 +64,7 @@ def check_least(flag: str, value: float, least: float, most: float = float("inf"
     """Refuses a number below ``least`` or above ``most``, and NaN.
 
     Raises:
-        KVQuantError: it names the range.
+        KVQuantError: the message names the range.
     """
     if not (isfinite(value) and least <= value <= most):
         limit = f" and at most {most:g}" if isfinite(most) else ""
@@ -71,10 +72,10 @@ def check_least(flag: str, value: float, least: float, most: float = float("inf"
 
 
 def check_new(flag: str, path: Path, *, folder: bool = False) -> None:
-    """Checks that a file, or a ``folder``, can be written before the work begins whose result it is to hold.
+    """Checks that a file, or a ``folder``, can be written; called before the work whose result it will hold.
 
     Raises:
-        KVQuantError: it cannot be written; the message names the folder in the way.
+        KVQuantError: it cannot be written; the message names the folder that prevents it.
     """
     where = path if folder else path.parent
     try:

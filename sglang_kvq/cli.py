@@ -1,6 +1,6 @@
-"""The ``kvq`` command: makes, converts, shows and shares a model's rotations; evaluates; checks the environment.
+"""The ``kvq`` command: calibrates, converts, shows and shares rotations; evaluates methods; checks the environment.
 
-Results go to stdout: text, a table, or with ``--json`` one JSON value. Everything else goes to stderr.
+Results go to stdout as text, as a table, or with ``--json`` as one JSON value. Everything else goes to stderr.
 """
 
 from __future__ import annotations
@@ -363,7 +363,7 @@ def _show_json(value: Any) -> None:
 
 
 def _methods(names: str) -> list[str]:
-    """``NAME`` or ``NAME:BITS`` each, of a list with commas."""
+    """Parses a list of methods with commas, each ``NAME`` or ``NAME:BITS``."""
     from sglang_kvq.methods import METHOD_NAMES, get_method
 
     found = [name.strip() for name in names.split(",") if name.strip()]
@@ -379,9 +379,9 @@ def _methods(names: str) -> list[str]:
 
 
 def _engine(name: str, tp: int, arguments: list[str], **model: Any) -> Callable[..., Any] | None:
-    """Returns what calibrates on ``sglang.Engine``, or None for transformers.
+    """Returns the function that calibrates on ``sglang.Engine``, or None for transformers.
 
-    model: keywords of the engine that say how to load the model.
+    model: keywords of ``sglang.Engine`` for loading the model.
     """
     if name not in ("transformers", "sglang"):
         raise unknown("--engine", name, ("transformers", "sglang"))
@@ -408,25 +408,25 @@ def _engine(name: str, tp: int, arguments: list[str], **model: Any) -> Callable[
 
 
 def main() -> None:
-    """Entry point: whatever a user got wrong is one line on stderr and an exit status, not a traceback."""
+    """Runs the command line and exits; a user's mistake prints one line on stderr instead of a traceback."""
     sys.exit(_run(sys.argv[1:]))
 
 
 def _run(words: Sequence[str]) -> int:
-    """Runs a command; returns its exit status: 1 if something cannot be used, 2 if words are no command line."""
+    """Runs a command and returns its exit status: 1 for a value that cannot be used, 2 for an invalid command line."""
     try:
         return app(args=list(words), prog_name="kvq", standalone_mode=False) or 0
     except KVQuantError as error:
         status, problem = 1, str(error)
     except OSError as error:
-        if error.filename is None:  # not about a file that was named
+        if error.filename is None:  # not an error about a file
             raise
         status, problem = 1, f"{error.filename}: {error.strerror}; check the path and its permissions."
-    except Exception as error:  # click's, or those of typer's own copy of click: they have no common base to name
+    except Exception as error:  # errors of click, or of typer's copy of click, which have no common base class
         if not hasattr(error, "format_message"):
             raise
         status, problem = int(getattr(error, "exit_code", 2)), _described(error, words)
-        if "NoArgs" in type(error).__name__:  # its message is the help
+        if "NoArgs" in type(error).__name__:  # the message of this error is the help
             print(error.format_message(), file=sys.stderr)
             return status
     _say(f"error: {problem}", style="red")
@@ -434,7 +434,7 @@ def _run(words: Sequence[str]) -> int:
 
 
 def _described(error: Any, words: Sequence[str]) -> str:
-    """Returns click's message as ``flag value: problem``, on one line, and where to read more."""
+    """Returns click's message on one line as ``flag value: problem``, followed by the command that shows help."""
     message = " ".join(error.format_message().split())
     names = list(getattr(getattr(error, "param", None), "opts", ()))
     value = _value_of(names, words)
@@ -445,7 +445,7 @@ def _described(error: Any, words: Sequence[str]) -> str:
 
 
 def _value_of(names: Sequence[str], words: Sequence[str]) -> str | None:
-    """Returns the word after the last of these options on the command line, or None without one."""
+    """Returns the value of the last of these options on the command line; None if there is none."""
     parts = [(*word.partition("="), following) for word, following in zip(words, [*words[1:], ""])]
     found = [value if equals else following for name, equals, value, following in parts if name in names]
     return found[-1] if found else None

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 #: Most query heads per KV head that the kernels support.
 MAX_GQA_GROUP = 16
-#: BF16 pages' share of the KV memory, if it is divided once and no flag says otherwise.
+#: Default share of BF16 pages in the KV memory, if that memory is divided once.
 DEFAULT_BUDGET = 0.10
 
 
@@ -25,29 +25,30 @@ class KVQuantConfig:
     Attributes:
         method: name in the registry of ``sglang_kvq.methods``.
         rotations: folder, ``.safetensors``/``.pt`` location or hub repo of the rotations;
-            None lets the method choose (learned rotations come from the RotationZoo).
+            with None the method chooses (learned rotations come from the RotationZoo).
         sink_tokens: first tokens of a request kept in BF16; a multiple of ``PAGE_SIZE``.
         recent_tokens: last tokens of a request kept in BF16; a multiple of ``PAGE_SIZE``.
-        recent_min: of the recent tokens, those that every running request keeps when BF16 pages run short; a multiple
-            of ``PAGE_SIZE``. None is all, so that no request starts without room for its whole window; in a shared
-            memory it is 0.
-        group_size: elements along head_dim (KIVI's keys: tokens) that share one scale and zero; None means
-            ``min(head_dim, 128)`` (KIVI's keys: the page).
-        clip_k, clip_v: quantile of ``|x|`` over a head's row beyond which keys/values are
-            clipped, in (0, 1]; 1 clips nothing; None means the rotation file's or the
-            method's own. A given value applies to codes of every width, the default to INT2 codes only.
-        bf16_budget: share of the KV memory that BF16 pages have, in (0, 1). None: BF16 pages and records share the
-            memory as they need it, where the server can (``sglang.memory.shared``), else ``DEFAULT_BUDGET``.
+        recent_min: number of recent tokens that every running request keeps in BF16 when BF16 pages run short; a
+            multiple of ``PAGE_SIZE``. None means all of them, so that no request starts without room for its whole
+            window; in a shared memory None means 0.
+        group_size: elements along head_dim (for KIVI's keys: tokens) that share one scale and zero; None means
+            ``min(head_dim, 128)`` (for KIVI's keys: the page).
+        clip_k, clip_v: quantile of ``|x|`` over a head's row beyond which keys/values are clipped, in (0, 1]; 1 clips
+            nothing; None means the value in the rotation file, or the method's default. A given value applies to codes
+            of every width, the default to INT2 codes only.
+        bf16_budget: share of BF16 pages in the KV memory, in (0, 1). With None, BF16 pages and records share the memory
+            as they need it if the server supports that (``sglang.memory.shared``); otherwise ``DEFAULT_BUDGET``.
         bits: ``--kv-quant-bits`` as given: bits per code, or ``auto:TARGET``; for ``transform``, allocated bits per
-            element. None is the method's default.
-        seed: seed of random rotations; None is 0.
+            element. None means the method's default.
+        seed: seed of random rotations; None means 0.
         episodic: the values of the ``--episodic-*`` flags; None without ``--episodic-policy``.
         capture: ``FOLDER:CONTEXT:SKIP`` of ``sglang.capture_backend``, for ``kvq calibrate --engine sglang`` only.
-        prefill_window: number of older tokens, before the recent ones, that a prefill may also read in BF16, while
-            their BF16 copies still exist; a multiple of ``PAGE_SIZE``. With 0, prefill reads the same as decoding.
+        prefill_window: number of older tokens, before the recent ones, that a prefill may also read in BF16 while
+            their BF16 copies still exist; a multiple of ``PAGE_SIZE``. With 0, prefill reads the same pages in BF16 as
+            decoding.
 
     Raises:
-        KVQuantError: a value out of range; the message names it and the fix.
+        KVQuantError: a value is out of range; the message names it and the fix.
     """
 
     method: str
@@ -127,7 +128,7 @@ class KVQuantConfig:
 
     @property
     def bf16_share(self) -> float:
-        """BF16 pages' share of a memory that is divided once."""
+        """Share of BF16 pages in a KV memory that is divided once."""
         return DEFAULT_BUDGET if self.bf16_budget is None else self.bf16_budget
 
     @property
@@ -151,7 +152,7 @@ class KVQuantConfig:
 
     @property
     def kept_pages(self) -> int:
-        """Recent pages that a running request never loses."""
+        """Number of recent pages whose BF16 copies a running request never loses."""
         return (self.recent_tokens if self.recent_min is None else self.recent_min) // PAGE_SIZE
 
     @property
@@ -160,12 +161,12 @@ class KVQuantConfig:
         return self.sink_pages + self.recent_pages + 1
 
     def pinned_slots(self, written: int = 1) -> int:
-        """Returns the BF16 slots that a running request never loses, if its steps write ``written`` tokens."""
+        """Returns how many BF16 slots a running request never loses, if its steps write ``written`` tokens."""
         filled = 1 + -(-(written - 1) // PAGE_SIZE)
         return min(self.sink_pages + self.kept_pages + filled, self.slots_per_request)
 
     def describe(self) -> str:
-        """Returns one line for logs: every field that is not at its default."""
+        """Returns one line for logs, with the method and every field that differs from its default."""
         parts = [
             f"{f.name}={getattr(self, f.name)}"
             for f in fields(self)

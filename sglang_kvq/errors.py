@@ -1,4 +1,4 @@
-"""The one error type users see, and parts of its messages."""
+"""The only error type that users see, and functions that build its messages."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from difflib import get_close_matches
 class KVQuantError(ValueError):
     """A setting, file or model that ``--kv-quant`` cannot serve.
 
-    The message names the offending value and the fix. It is raised before the server starts
-    serving; nothing is written and no fallback is taken.
+    The message names the offending value and the fix. The error is raised before the server starts to serve; nothing is
+    written, and there is no fallback.
     """
 
 
 def unknown(flag: str, value: str, choices: Iterable[str]) -> KVQuantError:
-    """The error of a value that is none of ``choices``: it names them, and the one that was probably meant."""
+    """Builds the error for a value outside ``choices``; the message lists the choices and the closest match."""
     known = list(choices)
     near = get_close_matches(value, known, 1)
     meant = f" did you mean {near[0]}?" if near else ""
@@ -23,19 +23,20 @@ def unknown(flag: str, value: str, choices: Iterable[str]) -> KVQuantError:
 
 
 def typed(field: str, value: object) -> str:
-    """Returns a setting of ServerArgs as a user types it: ``--enable-lora``, or ``--page-size 16``."""
+    """Formats a setting of ServerArgs as a user types it: ``--enable-lora``, or ``--page-size 16``."""
     return f"--{field.replace('_', '-')}" + ("" if value is True else f" {value}")
 
 
 def refused_beside(
     refused: Iterable[tuple[str, str, tuple[object, ...]]], values: Mapping[str, object], other: str, fix: str = ""
 ) -> list[str]:
-    """Returns a line for each setting that is refused beside another.
+    """Returns a line for each setting that cannot be combined with another setting.
 
     Args:
-        refused: a field of ServerArgs, the reason, and the field's harmless values.
-        values: settings; a field that it lacks is harmless.
-        other: the setting beside which they are refused, as a user types it; fix: follows the reason.
+        refused: for each refused setting, its field of ServerArgs, the reason, and the harmless values.
+        values: the current settings; a missing field is harmless.
+        other: the other setting, as a user types it.
+        fix: text that follows the reason.
     """
     return [
         f"{typed(field, values[field])} and {other}: {why}{fix}."
@@ -45,13 +46,16 @@ def refused_beside(
 
 
 def first_line(error: Exception) -> str:
-    """Returns an exception's first line, of the system's errors without the path, or its type's name if it has none."""
+    """Returns the first line of an exception's message, or the name of its type if the message is empty.
+
+    For errors of the operating system, the line does not contain the path.
+    """
     text = getattr(error, "strerror", None) or str(error)
     return (text.splitlines() or [type(error).__name__])[0]
 
 
 def shorten(value: object, most: int = 60) -> str:
-    """The ``repr`` of a value that a file holds: on one line, and not longer than ``most`` characters."""
+    """Returns the ``repr`` of a value from a file, on one line and not longer than ``most`` characters."""
     try:
         text = " ".join(repr(value).split())
     except Exception:  # integers of thousands of digits, tensors of odd types

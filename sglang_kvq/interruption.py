@@ -1,4 +1,4 @@
-"""SIGTERM, which job schedulers and containers send, stops a command as Ctrl-C does: it says what is kept."""
+"""Makes SIGTERM, which job schedulers and containers send, stop a command like Ctrl-C: it reports what it has kept."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Terminated(KeyboardInterrupt):
 
 @contextmanager
 def terminable() -> Iterator[None]:
-    """Raises ``Terminated`` in the block when SIGTERM comes; only the main thread can."""
+    """Raises ``Terminated`` in the block when SIGTERM arrives; has no effect outside the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -31,5 +31,5 @@ def terminable() -> Iterator[None]:
 
 
 def exit_status(error: KeyboardInterrupt) -> int:
-    """The status that shells give to a command which the signal ends."""
+    """Returns the exit status that shells report for a command that was ended by the signal."""
     return 128 + (signal.SIGTERM if isinstance(error, Terminated) else signal.SIGINT)

@@ -1,4 +1,4 @@
-"""The phases of a long command on stderr: bars on a terminal, plain lines elsewhere, and where the time went."""
+"""Shows the phases of a long command on stderr, as bars on a terminal and lines elsewhere, and measures their times."""
 
 from __future__ import annotations
 
@@ -14,13 +14,16 @@ from rich.console import Console
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
-#: Seconds between two lines of a phase where there are no bars.
+#: Seconds between two lines of a phase, if there are no bars.
 EVERY = 10.0
 
 
 @dataclass
 class _Phase:
-    """A phase: its steps, and the time that it took, of the clock and of all CPUs."""
+    """A phase: its steps, and the wall-clock time and CPU time that it took.
+
+    While the phase runs, both times hold their values at its beginning.
+    """
 
     name: str
     done: int
@@ -32,14 +35,14 @@ class _Phase:
 class Phases:
     """A ``Progress`` of ``rotations.calibration.run``: call it with a phase's name, the steps done, and all steps.
 
-    A phase ends with its last step, or when the next one begins; one of a single step shows the time only. Where stderr
-    is no terminal, each phase has a line when it begins, one every ``EVERY`` seconds, and one when it ends.
+    A phase ends with its last step, or when the next phase begins. A phase of a single step shows only its time. If
+    stderr is not a terminal, a line is printed when a phase begins, every ``EVERY`` seconds, and when it ends.
     """
 
     def __init__(self, console: Console, *, timings: bool = False) -> None:
         self._console, self._timings = console, timings
         self._phases: list[_Phase] = []
-        self._open = False  # whether the last one goes on
+        self._open = False  # True while the last phase runs
         self._lock, self._stop = threading.Lock(), threading.Event()
         self._bars: Progress | None = None
         self._tasks: dict[str, TaskID] = {}
@@ -65,7 +68,7 @@ class Phases:
         with self._lock:
             if not self._open or self._phases[-1].name != name:
                 if self._phases and self._phases[-1].name == name:
-                    return  # told twice that it ended
+                    return  # this phase has already ended
                 self._end()
                 self._begin(name, total)
             self._phases[-1].done = done
@@ -96,7 +99,10 @@ class Phases:
             self._say(f"{last.name}: {steps}{last.seconds:.1f} s")
 
     def _remind(self) -> None:
-        """Lines of the phase that goes on, from a thread: some phases have no steps to tell of."""
+        """Prints a line about the running phase every ``EVERY`` seconds.
+
+        Runs in a thread, because some phases report no steps.
+        """
         while not self._stop.wait(EVERY):
             with self._lock:
                 if self._open:
@@ -105,7 +111,7 @@ class Phases:
                     self._say(f"{last.name}: {steps}{time.monotonic() - last.seconds:.0f} s")
 
     def timings(self) -> dict[str, tuple[float, float]]:
-        """Returns the seconds and the CPU seconds of the phases that ended, and of this process so far ("in all")."""
+        """Returns the seconds and CPU seconds of each phase that has ended, and of this process so far ("in all")."""
         ended = self._phases[:-1] if self._open else self._phases
         found = {phase.name: (phase.seconds, phase.cpu_seconds) for phase in ended}
         return {**found, "in all": (_age(), time.process_time())}
@@ -129,11 +135,11 @@ def _bars(console: Console) -> Progress:
     )
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    # A context may take minutes: estimate over a whole pass.
+    # A context may take minutes, so the remaining time is estimated from a whole pass.
     return Progress(*columns, TimeRemainingColumn(), console=console, speed_estimate_period=36000)
 
 
 def _age() -> float:
-    """Seconds since this process began."""
+    """Returns the seconds since this process began."""
     started = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
     return time.clock_gettime(time.CLOCK_BOOTTIME) - int(started) / os.sysconf("SC_CLK_TCK")

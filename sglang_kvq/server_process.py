@@ -1,4 +1,4 @@
-"""A server as a child process: starts it in its own process group, waits for it, and ends it with its children."""
+"""Runs a server as a child process: starts it in its own process group, waits for it, and ends it with its children."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from typing import TypeVar
 
 from sglang_kvq.errors import KVQuantError
 
-#: Hosts that never go through a proxy: the server is on this machine.
+#: Hosts that are never reached through a proxy, because the server is on this machine.
 LOCAL = "127.0.0.1,localhost"
 OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-#: Makes the kernel kill the server if this process is killed (PR_SET_PDEATHSIG), then becomes the server. Not done by
-#: ``preexec_fn``, which is unsafe in a process of several threads.
+#: Python program that becomes the server, after telling the kernel to kill it if this process dies (PR_SET_PDEATHSIG).
+#: ``preexec_fn`` could do the same, but it is unsafe in a process with several threads.
 _TIED = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); os.execvp(sys.argv[1], sys.argv[1:])"
-#: Below the ports that a system lends to connections: from 32768 on Linux, 49152 elsewhere.
+#: Ports for servers, below the ports that a system uses for connections: from 32768 on Linux, 49152 elsewhere.
 PORTS = range(20000, 32000)
 _ports: set[int] = set()
 _Self = TypeVar("_Self", bound="ServerProcess")
 
 
 class ServerFailed(KVQuantError):
-    """The server did not start, or stopped by itself; ``log`` has its last lines."""
+    """The server did not start, or stopped by itself; ``log`` has the last lines of its log."""
 
     def __init__(self, message: str, log: str) -> None:
         super().__init__(message)
@@ -40,8 +40,8 @@ class ServerFailed(KVQuantError):
 def free_port() -> int:
     """Returns a loopback TCP port that nobody listens on and that this process has not given out before.
 
-    A server binds its port up to a minute after the choice. The port is therefore one of ``PORTS``, which connections
-    do not take meanwhile. It is random, so other processes that start servers are unlikely to choose it too.
+    A server binds its port up to a minute after this choice. So the port is one of ``PORTS``, which no connection takes
+    in the meantime. It is random, so that other processes that start servers are unlikely to choose the same port.
 
     Raises:
         ServerFailed: no port is left.
@@ -66,13 +66,13 @@ class ServerProcess:
     """An HTTP server on a loopback port that answers ``/health`` when it is ready; it ends with the ``with`` block.
 
     Args:
-        command: its words; the first is looked up on the path. It must listen on ``port``.
-        log_path: file for its output; its folder is the server's working folder.
-        port: from ``free_port``.
+        command: words of the command, which must listen on ``port``; the first word is looked up on the path.
+        log_path: file for the server's output; its folder is the server's working directory.
+        port: a port from ``free_port``.
         env: variables added to this process's own.
     """
 
-    #: Seconds until a server must be ready; the advice on how to extend them.
+    #: Seconds until a server must be ready, and the advice in the error on how to extend them.
     start_timeout = 300.0
     more_time = ""
 
@@ -95,10 +95,13 @@ class ServerProcess:
         return self.process is not None and self.process.poll() is None
 
     def while_starting(self, passed: float) -> None:
-        """Called about twice a second during the start with the seconds passed; an exception ends the server."""
+        """Does nothing; subclasses may override it. Called about twice a second while the server starts.
+
+        passed: seconds since the start. An exception ends the server.
+        """
 
     def spawn(self) -> subprocess.Popen[bytes]:
-        """Starts the process, which prints to the log."""
+        """Starts the process, with its output in the log."""
         with self.log_path.open("wb") as log:
             return subprocess.Popen(
                 [sys.executable, "-I", "-c", _TIED, *self.command],
@@ -106,18 +109,18 @@ class ServerProcess:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env=self.env,
-                cwd=self.log_path.parent,  # not the repository: the current folder is on the server's sys.path
-                start_new_session=True,  # one group with its children; Ctrl-C reaches us, and we stop them
+                cwd=self.log_path.parent,  # not the repository, because the current folder is on the server's sys.path
+                start_new_session=True,  # one group with its children: Ctrl-C reaches only us, and we stop the group
             )
 
     def start(self: _Self, timeout: float | None = None) -> _Self:
-        """Starts and waits until it serves.
+        """Starts the server and waits until it is ready.
 
         Args:
             timeout: seconds until it must be ready; None for ``start_timeout``.
 
         Raises:
-            ServerFailed: it ended, or was not ready in time.
+            ServerFailed: the server ended, or was not ready in time.
         """
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         begin, timeout = time.monotonic(), self.start_timeout if timeout is None else timeout
@@ -139,7 +142,7 @@ class ServerProcess:
         """Ends the server and everything it started. Safe to call twice.
 
         Args:
-            grace: seconds to end by itself before it is killed.
+            grace: seconds that the server has to end by itself before it is killed.
         """
         if self.process is None:
             return
@@ -155,7 +158,7 @@ class ServerProcess:
         """Checks that the server is still running.
 
         Raises:
-            ServerFailed: it stopped by itself.
+            ServerFailed: the server has stopped by itself.
         """
         if self.process is not None and self.process.poll() is not None:
             raise ServerFailed(self._reason(), self.log_tail())
@@ -167,7 +170,7 @@ class ServerProcess:
         return "\n".join(self.log().splitlines()[-lines:])
 
     def _reason(self) -> str:
-        """Returns why it ended, in one line."""
+        """Returns in one line why the server ended."""
         return f"the server ended with code {self.process.returncode if self.process else None}"
 
     def _healthy(self) -> bool:

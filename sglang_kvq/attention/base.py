@@ -1,8 +1,8 @@
-"""Interface of attention backends: store, quantize, and attend over segments. Only tensors cross it.
+"""Interface of attention backends: they store keys and values, quantize them, and attend over segments.
 
 All keys, values and queries here are in the rotated basis: K' = K R_k - m, Q' = Q R_q, V' = V R_v, with R_q R_k^T = I.
-The mean m shifts all scores of a query equally, so it changes no attention. One query therefore serves every segment.
-``rotate`` enters the basis and ``rotate_output`` leaves it.
+The mean m shifts all scores of a query equally, so it does not change attention. The same query can therefore read
+every segment. ``rotate`` converts to the rotated basis and ``rotate_output`` converts back.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class LayerRotations:
     Attributes:
         k: float32 ``[layers, kv_heads, head_dim, head_dim]`` or None for the identity; keys times
             ``k`` are in the rotated basis.
-        v: the same for values; None also if it is folded into the weights.
-        q: the same for queries that read the KV head; None if ``k`` is orthogonal and serves them too.
-        o: outputs times its transpose leave the rotated basis; None if ``v`` is orthogonal and serves them too.
+        v: the same for values; None also if the rotation of values is folded into the weights.
+        q: the same for the queries of each KV head; None if ``k`` is orthogonal and therefore rotates queries too.
+        o: outputs times the transpose of ``o`` leave the rotated basis; None if ``v`` is orthogonal and used instead.
         k_mean: float32 ``[layers, kv_heads, head_dim]``, subtracted from rotated keys before they are rounded, or None.
     """
 
@@ -47,7 +47,7 @@ class LayerRotations:
         return self.v if self.o is None else self.o
 
     def to(self, device: torch.device | str) -> LayerRotations:
-        """Moves all matrices to a device."""
+        """Returns a copy with all matrices on a device."""
         parts = (self.k, self.v, self.q, self.o, self.k_mean)
         return LayerRotations(*(None if r is None else r.to(device) for r in parts))
 
@@ -61,8 +61,8 @@ class ExtendBatch:
         prefix_lens, new_lens: per request, on the host: tokens stored before this batch, and
             tokens in it.
         loc: int64 ``[sum(new_lens)]``, SGLang's location of each new token, without padding.
-        direct_tokens: int64 ``[m]`` indices of the first token of each page that is quantized
-            directly from the activations (whole pages, consecutive tokens).
+        direct_tokens: int64 ``[m]``: the index of the first token of each page that is quantized directly from the
+            activations. Such a page is whole, and its tokens are consecutive.
     """
 
     rows: torch.Tensor
@@ -75,10 +75,11 @@ class ExtendBatch:
 class AttentionOps(ABC):
     """Operations on one worker's ``PagePool``. Layer arguments are local indices from 0.
 
-    Layers may differ in record layout and clipping. Operations on one layer take ``pool.formats[layer]`` and
-    ``pool.records[layer]``. Operations on all layers go store by store (``pool.stores``). The layers of a store share a
-    layout, which may be compiled in. Their clip ranks are data (``pool.ranks[layer]``), because a calibration may clip
-    every layer differently. Every operation must write the same codes, bit for bit, as ``PageFormat.quantize_pages``.
+    Layers may differ in record layout and clipping. Operations on one layer use ``pool.formats[layer]`` and
+    ``pool.records[layer]``. Operations on all layers loop over the stores (``pool.stores``). The layers of a store
+    share a layout, which a kernel may compile in. Their clip ranks are data (``pool.ranks[layer]``), because a
+    calibration may clip every layer differently. Every operation must write the same codes, bit for bit, as
+    ``PageFormat.quantize_pages``.
     """
 
     def __init__(self, pool: PagePool, rotations: LayerRotations) -> None:
@@ -103,9 +104,9 @@ class AttentionOps(ABC):
 
     @abstractmethod
     def store_tokens(self, layer: int, loc: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Writes rows k, v ``[T, kv_heads, D]`` to the BF16 pages of the pages of ``loc``, int64 ``[T]``.
+        """Writes rows k, v ``[T, kv_heads, D]`` to the BF16 copies of the pages that contain ``loc``, int64 ``[T]``.
 
-        A page without a BF16 copy (only page 0's padding should reach here) writes to slot 0.
+        Tokens of a page without a BF16 copy go to slot 0; only the padding of page 0 should need this.
         Safe inside a CUDA graph.
         """
 
@@ -121,9 +122,9 @@ class AttentionOps(ABC):
     def rotate_and_keep(
         self, layer: int, loc: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Runs ``rotate``, and ``store_tokens`` on the tokens whose pages have BF16 copies; returns all three rotated.
+        """Runs ``rotate``, then ``store_tokens`` on the tokens whose pages have BF16 copies; returns rotated q, k, v.
 
-        In a prefill these are the tokens that are not quantized directly.
+        In a prefill, the stored tokens are those that are not quantized directly.
         """
 
     @abstractmethod
@@ -132,36 +133,39 @@ class AttentionOps(ABC):
     ) -> None:
         """Quantizes whole pages of one layer from activations.
 
-        Rows ``first[i] .. first[i] + PAGE_SIZE`` of k, v ``[T, kv_heads, D]`` become page ``pages[i]``'s
-        record; both index tensors are int64 ``[n]``, ``n`` may be 0.
+        Rows ``first[i] .. first[i] + PAGE_SIZE`` of k, v ``[T, kv_heads, D]`` become the records of page ``pages[i]``.
+        Both index tensors are int64 ``[n]``; ``n`` may be 0.
         """
 
     @abstractmethod
     def quantize_slots(self, slots: torch.Tensor, pages: torch.Tensor, count: torch.Tensor) -> None:
         """Quantizes BF16 pages into records, in all layers of all stores.
 
-        For ``i < count``, BF16 copy ``slots[i]`` becomes page ``pages[i]``'s record. ``slots`` and ``pages``
-        are int64 ``[n]``; ``count`` is int64 ``[1]`` on the device and is not read on the host of a GPU.
+        For ``i < count``, the BF16 page in slot ``slots[i]`` becomes the records of page ``pages[i]``. ``slots`` and
+        ``pages`` are int64 ``[n]``; ``count`` is int64 ``[1]`` on the device. On a GPU, the host does not read it.
         """
 
     @abstractmethod
     def restore_pages(self, pages: torch.Tensor) -> None:
-        """Fills the BF16 pages of pages from their records, all layers, and first tokens from ``pool.sink_cache``.
+        """Rebuilds the BF16 copies of ``pages``, in all layers.
 
-        pages: int ``[n]`` on the device, distinct whole pages with a record and a kept first token. 0, or a page
-        without a BF16 copy, is skipped. Values are those that attention reads from records, rounded to BF16.
+        First tokens come from ``pool.sink_cache``. The values of other tokens are those that attention reads from
+        records, rounded to BF16.
+
+        pages: int ``[n]`` on the device, distinct whole pages with a record and a kept first token. 0, and a page
+        without a BF16 copy, are skipped.
         """
 
     def reserve(self, batch: int) -> None:  # noqa: B027
-        """Allocates buffers for decode batches of ``batch`` rows, padding included. Not inside a graph capture."""
+        """Allocates buffers for decode batches of ``batch`` rows, padding included. Must not run in a graph capture."""
 
     def reserve_drafts(self, batch: int, count: int) -> None:  # noqa: B027
-        """Allocates buffers for batches of ``batch`` rows with ``count`` drafts each, see ``reserve``."""
+        """Allocates buffers for batches of ``batch`` rows with ``count`` drafts each; see ``reserve``."""
 
     def plan_attention(self, rows: torch.Tensor, seq_lens: torch.Tensor) -> None:  # noqa: B027
         """Divides the batch among programs, once per decode step before its first layer. Safe inside a CUDA graph.
 
-        rows, seq_lens: int ``[B]``, the same that ``decode`` gets in every layer of this step.
+        rows, seq_lens: int ``[B]``, the arguments that ``decode`` gets in every layer of this step.
         """
 
     @abstractmethod
@@ -174,11 +178,11 @@ class AttentionOps(ABC):
         scale: float,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attends with one query token per request to everything stored, its own token included.
+        """Attends with one query token per request to all its stored tokens, the new one included.
 
         q BF16 ``[B, q_heads, D]``, rows and seq_lens int ``[B]``; returns BF16 ``[B, q_heads, D]``,
         softmax(scale q k) v. Segments come from ``pool.row_sink_end`` and ``row_history_end``. Safe
-        inside a CUDA graph: every length is read on the device, and rows of padding read page 0.
+        inside a CUDA graph: every length is read on the device, and padding rows read page 0.
 
         sinks: this worker's learned sinks of the layer, float ``[q_heads]``, or None. A sink is the unscaled score of
         one more key, which every query of its head sees and whose value is zero. With lse the log-sum-exp of all other
@@ -200,8 +204,8 @@ class AttentionOps(ABC):
         """Attends with each draft to everything stored before its request's drafts, and to the drafts it sees.
 
         q BF16 ``[batch * count, q_heads, D]``, request by request; keys and values of all drafts are stored in
-        BF16 pages. Returns BF16 like q. Safe inside a CUDA graph. With one draft it equals ``decode``. sinks: see
-        ``decode``.
+        BF16 pages. Returns BF16 of the same shape. Safe inside a CUDA graph. With one draft the result equals
+        ``decode``'s. sinks: see ``decode``.
         """
 
     @abstractmethod
@@ -219,15 +223,16 @@ class AttentionOps(ABC):
         """Attends causally with new tokens to the stored prefix and to themselves.
 
         q BF16 ``[T, q_heads, D]``, k and v BF16 ``[T, kv_heads, D]``: the batch's activations, which
-        need not be stored yet. Returns BF16 ``[T, q_heads, D]``: ``out``, contiguous, if given. sinks: see ``decode``.
+        need not be stored yet. Returns BF16 ``[T, q_heads, D]``, in ``out`` if that is given; ``out`` must be
+        contiguous. sinks: see ``decode``.
         """
 
     @abstractmethod
     def score_keys(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, batch: ExtendBatch, part: ScoringPart, scale: float
     ) -> None:
-        """Raises ``part.values[layer]`` to ``key_scores.key_scores`` of a request's past keys, where that is higher.
+        """Scores a request's past keys (``key_scores.key_scores``); keeps the maximum in ``part.values[layer]``.
 
-        q, k: activations of the whole batch, see ``extend``, before its tokens are stored. Past keys are read like in
-        ``extend``: new ones as they are, stored ones from BF16 pages, or from records and rounded to BF16.
+        q, k: activations of the whole batch, see ``extend``, before its tokens are stored. Past keys are read as
+        ``extend`` reads them: new ones from ``k``, stored ones from BF16 pages, or from records and rounded to BF16.
         """

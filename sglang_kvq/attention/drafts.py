@@ -1,8 +1,8 @@
 """Draft tokens of speculative decoding that the target model verifies: the same number for each request of a batch.
 
-A request has stored ``lens`` tokens. Its drafts follow them, one location each. The first draft is the token sampled
-last; the others are guesses. A draft sees everything stored and the drafts that lead to it, itself included. In a chain
-these are all before it, in a tree its ancestors.
+A request's drafts follow its stored tokens, one location each. The first draft is the token sampled last; the others
+are guesses. A draft sees all stored tokens, itself and the drafts that lead to it. In a chain these are all drafts
+before it; in a tree they are its ancestors.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import torch
 
 from sglang_kvq.errors import KVQuantError
 
-#: An int64 says which drafts a draft sees; its sign bit stays unused.
+#: Most drafts per request: one int64 mask says which drafts a draft sees, and its sign bit stays unused.
 MOST_DRAFTS = 63
 
 
 @dataclass(frozen=True)
 class DraftBatch:
-    """A batch to verify. The host reads none of it, so a CUDA graph can capture its use.
+    """A batch to verify. The host reads none of these tensors, so a CUDA graph can capture their use.
 
     Attributes:
         rows: int ``[batch]``, rows of ``req_to_token``; row 0 is padding.
@@ -40,8 +40,8 @@ class DraftBatch:
 def check_count(count: int, recent_tokens: int) -> None:
     """Refuses numbers of drafts that windows or kernels cannot hold.
 
-    A page becomes a record once it has left the window. If there are no more drafts than recent tokens, that page holds
-    only committed tokens by then. No rejected draft can therefore enter a record.
+    A page becomes a record once it has left the window. If there are at most as many drafts as recent tokens, the page
+    holds only committed tokens by then. So no rejected draft can enter a record.
 
     Raises:
         KVQuantError: the message names the number and the fix.

@@ -1,6 +1,6 @@
-"""FlashAttention 3 of SGLang's kernel package, under the names of FlashInfer's ragged prefill that ``ragged`` uses.
+"""Adapter from FlashAttention 3 (SGLang's ``sgl_kernel``) to the part of FlashInfer's interface that ``ragged`` uses.
 
-It is SGLang's own attention on Hopper GPUs. It is installed with SGLang and compiled, and plans nothing on the host.
+SGLang uses FlashAttention 3 on Hopper GPUs. The kernels come compiled with SGLang, and they need no plan on the host.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-#: The compute capability for which SGLang chooses it.
+#: The major compute capability for which SGLang chooses FlashAttention 3.
 HOPPER = 9
-#: The head_dims that the cache serves and it is built for.
+#: The head_dims that both the cache and FlashAttention 3 support.
 HEAD_DIMS = (64, 96, 128, 256)
 _LN2 = math.log(2)
 
 
 class FlashAttention3(NamedTuple):
-    """Takes FlashInfer's place in ``RaggedPrefill``.
+    """FlashAttention 3 in the form that ``RaggedPrefill`` expects of the ``flashinfer`` module.
 
     Attributes:
         attend: ``sgl_kernel.flash_attn.flash_attn_varlen_func``.
@@ -30,7 +30,7 @@ class FlashAttention3(NamedTuple):
     merge: Callable[..., Any]
 
     def BatchPrefillWithRaggedKVCacheWrapper(self, floats: torch.Tensor, layout: str, backend: str) -> Wrapper:
-        """Returns a call's plan; it needs no workspace, and has one backend."""
+        """Returns an unplanned wrapper; the workspace serves only to find the device, and ``backend`` is ignored."""
         return Wrapper(self.attend, floats.device)
 
     def merge_state_in_place(
@@ -41,14 +41,14 @@ class FlashAttention3(NamedTuple):
         Args:
             out, part: BF16 ``[T, q_heads, D]``; lse, part_lse: float32 ``[T, q_heads]``, base 2, contiguous.
         """
-        # Not in place: programs of the same head read the log-sum-exp that one of them writes.
+        # Merge into a second tensor: programs of the same head read the log-sum-exp that one of them writes.
         merged = torch.empty_like(lse)
         self.merge(out, lse * _LN2, part, part_lse * _LN2, out, merged)
         torch.div(merged, _LN2, out=lse)
 
 
 class Wrapper:
-    """A call of attention over ragged keys; causal attention aligns the last tokens of both sides."""
+    """One planned call of attention over ragged keys; causal attention aligns the last query with the last key."""
 
     def __init__(self, attend: Callable[..., Any], device: torch.device) -> None:
         self._attend, self._device = attend, device
@@ -66,10 +66,10 @@ class Wrapper:
         q_data_type: torch.dtype,
         kv_data_type: torch.dtype,
     ) -> None:
-        """Copies bounds to the device.
+        """Stores the call's settings and copies the bounds to the device.
 
         Args:
-            q_bounds, kv_bounds: int32 ``[requests + 1]`` on the host, each side's first tokens and its end.
+            q_bounds, kv_bounds: int32 ``[requests + 1]`` on the host, each request's first query or key, and the total.
         """
         self._how: dict[str, Any] = {"softmax_scale": sm_scale, "causal": causal}
         for side, bounds in (("q", q_bounds), ("k", kv_bounds)):
@@ -87,19 +87,20 @@ class Wrapper:
         """Attends with BF16 ``[T, q_heads, D]`` to ``[N, kv_heads, D]``.
 
         Returns:
-            The output, in ``out`` if that is given; with ``return_lse`` also float32 ``[T, q_heads]``, base 2.
+            The output, in ``out`` if that is given; with ``return_lse`` also the log-sum-exps, float32
+            ``[T, q_heads]``, base 2.
         """
         if not return_lse:
             return self._attend(q, k, v, out=out, **self._how)
         out, lse, *_ = self._attend(q, k, v, out=out, return_softmax_lse=True, **self._how)
-        return out, torch.div(lse.T, _LN2).contiguous()  # it has heads first, base e
+        return out, torch.div(lse.T, _LN2).contiguous()  # the library returns [q_heads, T], base e
 
 
 def load(device: torch.device, head_dim: int) -> tuple[FlashAttention3, str]:
-    """Returns it with its name and version.
+    """Returns FlashAttention 3, and a string with its name and version.
 
     Raises:
-        RuntimeError: this GPU, these heads or this installation do not have it; the message says which.
+        RuntimeError: not a Hopper GPU, an unsupported head_dim, or no such package; the message says which.
     """
     if torch.cuda.get_device_capability(device)[0] != HOPPER:
         raise RuntimeError("for Hopper GPUs only")

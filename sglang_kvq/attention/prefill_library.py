@@ -13,7 +13,7 @@ from sglang_kvq.attention.base import ExtendBatch
 from sglang_kvq.attention.ragged import FLOAT_WORKSPACE, LEAST_TOKENS, RaggedPrefill
 from sglang_kvq.constants import PAGE_SIZE
 
-#: The head_dims that the cache serves and FlashInfer's prefill kernels are built for.
+#: The head_dims that both the cache and FlashInfer's prefill kernels support.
 HEAD_DIMS = (64, 128, 256)
 
 
@@ -22,8 +22,8 @@ def load(
 ) -> tuple[RaggedPrefill | None, str]:
     """Returns the fastest prefill that works on this host, and one line that says what is used and why.
 
-    It builds and runs the kernels once here. On a host that cannot build them, the server must say so at
-    start and use our kernel.
+    The kernels are built and run once here, because some hosts cannot build them. The server must then say so at start
+    and use our kernel.
     """
     if device.type != "cuda":
         return None, "triton (no GPU)"
@@ -35,7 +35,7 @@ def load(
             library, name = find(device, head_dim)
             prefill = RaggedPrefill(library, q_heads, kv_heads, head_dim, device, capacity, float_workspace=workspace)
             _try(prefill)
-        except Exception as error:  # whatever building and launching foreign kernels can raise
+        except Exception as error:  # building or launching a library's kernels may raise anything
             reasons.append(f"{title}: {(str(error).strip().splitlines() or [type(error).__name__])[-1]}")
             continue
         seconds = time.monotonic() - begin
@@ -53,8 +53,8 @@ def _flashinfer(device: torch.device, head_dim: int) -> tuple[ModuleType, str]:
     """Returns FlashInfer with its name and version.
 
     Raises:
-        RuntimeError: it has no kernels for these heads.
-        ImportError: it is not installed.
+        RuntimeError: FlashInfer has no kernels for this head_dim.
+        ImportError: FlashInfer is not installed.
     """
     if head_dim not in HEAD_DIMS:
         raise RuntimeError(f"no kernels for heads of {head_dim}")
@@ -63,13 +63,13 @@ def _flashinfer(device: torch.device, head_dim: int) -> tuple[ModuleType, str]:
     return flashinfer, f"FlashInfer {flashinfer.__version__}"
 
 
-#: Stored and new tokens of the requests with which a library is tried, and the workspace: the first prefix takes two
-#: calls, and the first call has both requests.
+#: Stored and new tokens of the requests that test a library, and the workspace in tokens. With these sizes the first
+#: prefix takes two calls, and the first call contains both requests.
 _TRIED, _TRIED_IN = ((9 * PAGE_SIZE, PAGE_SIZE), (PAGE_SIZE + 6, PAGE_SIZE + 16)), 8 * PAGE_SIZE
 
 
 def _try(prefill: RaggedPrefill) -> None:
-    """Compares two requests' attention with plain attention: two calls, a merge, sinks.
+    """Compares a library's attention with plain attention, for two requests that need two calls, a merge and sinks.
 
     Raises:
         RuntimeError: they differ by more than rounding.
@@ -83,7 +83,7 @@ def _try(prefill: RaggedPrefill) -> None:
     prefixes, news = (list(lens) for lens in zip(*_TRIED))
     q = draw(sum(news), prefill.q_heads)
     stored, new = ([[draw(n, prefill.kv_heads) for _ in "kv"] for n in lens] for lens in (prefixes, news))
-    # As large as a log-sum-exp of these scores, so that one in another base is found.
+    # As large as the log-sum-exp of these scores, so that a log-sum-exp in the wrong base is detected.
     sinks = torch.full((prefill.q_heads,), 5.0, device=prefill.device)
     none, out = torch.empty(0, dtype=torch.int64), torch.empty_like(q)
 
@@ -107,7 +107,7 @@ def _try(prefill: RaggedPrefill) -> None:
 
 
 def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
-    """Returns causal attention of the last tokens in float32, by definition."""
+    """Computes causal attention by definition, in float32; the queries belong to the last tokens."""
     group = q.shape[1] // k.shape[1]
     keys, values = (x.float().repeat_interleave(group, 1) for x in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q.float(), keys) * q.shape[2] ** -0.5

@@ -1,4 +1,4 @@
-"""Prefill of long chunks through a library's attention, after their prefixes were dequantized into a workspace."""
+"""Prefill of long chunks: dequantizes their prefixes into a workspace, then calls a library's attention."""
 
 from __future__ import annotations
 
@@ -19,26 +19,27 @@ from sglang_kvq.kernels.decode.learned_sinks import scale_by_sinks
 
 #: Bytes of FlashInfer's own workspace.
 FLOAT_WORKSPACE = 256 << 20
-#: With fewer new tokens per request (mean) or in total, our own kernel serves, which needs no plan. From here on
-#: FlashInfer is faster: 136 us against 175 us for 128 tokens after 8,192 (benchmarks/results/kernels_h200.json).
+#: Fewest new tokens, per request (mean) and in total, for which a library is used. Below, our own kernel is used, which
+#: needs no plan. FlashInfer takes 136 us for 128 tokens after 8,192, our kernel 175 us
+#: (benchmarks/results/kernels_h200.json).
 LEAST_PER_REQUEST, LEAST_TOKENS = 64, 64
-#: Most stored prefixes in BF16 per call, in bytes and in tokens. Larger calls fill the GPU better and leave fewer
-#: results to merge. A prefill allocates only what it needs.
+#: Largest workspace for dequantized prefixes per call, in bytes and in tokens. Larger calls fill the GPU better and
+#: leave fewer results to merge. A prefill allocates only what it needs.
 WORKSPACE_BYTES, WORKSPACE_TOKENS = 256 << 20, 1 << 17
 
 
 def workspace_tokens(kv_heads: int, head_dim: int) -> int:
-    """Returns how many stored tokens prefill dequantizes at a time, in whole pages; heads are this worker's."""
+    """Returns how many stored tokens prefill dequantizes at a time, whole pages; ``kv_heads`` counts this worker's."""
     return min(WORKSPACE_BYTES // (4 * kv_heads * head_dim), WORKSPACE_TOKENS) // PAGE_SIZE * PAGE_SIZE
 
 
-#: Fills rows of keys and values from stored pages: ``(keys, values, pages)``.
+#: A function ``(keys, values, pages)`` that fills rows of keys and values from stored pages.
 Gather: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], object]
 
 
 @dataclass
 class _Wrapper:
-    """A library's wrapper; its tables on the host can be reused once ``copied`` has happened."""
+    """A library's wrapper; the host may overwrite its tables once the event ``copied`` has completed."""
 
     wrapper: Any
     copied: torch.cuda.Event | None = None
@@ -63,9 +64,9 @@ class RaggedPrefill:
     """A library's ragged prefill over the two-tier cache.
 
     Args:
-        library: the ``flashinfer`` module, or what has its two names used here, as ``fa3.FlashAttention3``.
+        library: the ``flashinfer`` module, or an object with the two names used here, such as ``fa3.FlashAttention3``.
         capacity: tokens of the BF16 workspace.
-        choose: returns FlashInfer's name of the backend for a call.
+        choose: returns the FlashInfer backend to use for a call, by name.
         float_workspace: bytes of the library's own workspace on a GPU.
     """
 
@@ -84,16 +85,16 @@ class RaggedPrefill:
         sms = torch.cuda.get_device_properties(self.device).multi_processor_count if self.device.type == "cuda" else 2
         self._least_tiles = -(-2 * sms // self.q_heads)
         self._floats = torch.empty(size, dtype=torch.uint8, device=self.device)
-        for _ in range(4):  # allocates pinned memory now and not while requests run
+        for _ in range(4):  # allocates pinned memory now, not while requests run
             self._add("auto")
 
     def suits(self, new_lens: list[int]) -> bool:
-        """Returns whether a batch's chunks are long enough."""
+        """Returns whether a batch's chunks are long enough for the library."""
         tokens = sum(new_lens)
         return min(new_lens) > 0 and tokens >= max(LEAST_TOKENS, LEAST_PER_REQUEST * len(new_lens))
 
     def plan(self, batch: ExtendBatch, scale: float) -> list[PlannedCall]:
-        """Plans a batch for all layers, never waiting for the device."""
+        """Plans a batch for all layers. The host does not wait for the device."""
         calls = plan_calls(batch.prefix_lens, batch.new_lens, self.capacity, self._least_tiles)
         parts = []
         for call in calls:
@@ -111,7 +112,7 @@ class RaggedPrefill:
         return planned
 
     def _planned(self, call: Call, scale: float, taken: list[_Wrapper]) -> _Wrapper:
-        """Returns a free wrapper that is not in ``taken``, planned for calls of that shape."""
+        """Returns a free wrapper that is not in ``taken``, after planning it for calls of this shape."""
         backend = self.choose(call)
         free = (w for w in self.wrappers.get(backend, []) if w.free and not any(w is x for x in taken))
         mine = next(free, None) or self._add(backend)
@@ -152,7 +153,7 @@ class RaggedPrefill:
             return
         size = max((sum(c.call.kv_lens) for c in calls if c.call.gathers), default=0)
         space = torch.empty(2, size, *k.shape[1:], dtype=k.dtype, device=k.device)
-        begin, lse = 0, torch.empty(0)  # of the first of the calls that are merged
+        begin, lse = 0, torch.empty(0)  # first query and log-sum-exps of the calls that are being merged
         for planned in calls:
             call, mine = planned.call, slice(*planned.call.q)
             keys, values = k[mine], v[mine]
@@ -181,14 +182,14 @@ class RaggedPrefill:
         return wrapper
 
     def _indptr(self, lens: list[int]) -> torch.Tensor:
-        """Returns bounds on the host: FlashInfer plans there, and copies them itself."""
+        """Returns the bounds of ``lens`` on the host, because FlashInfer plans there and copies the bounds itself."""
         bounds = torch.zeros(len(lens) + 1, dtype=torch.int32, pin_memory=self.device.type == "cuda")
         bounds[1:] = torch.tensor(lens).cumsum(0)
         return bounds
 
 
 def _append(stored: torch.Tensor, call: Call, positions: torch.Tensor, new: torch.Tensor) -> None:
-    """Writes new tokens behind their prefixes."""
+    """Copies new tokens into the workspace, each request's behind its prefix."""
     if len(call.q_lens) == 1:
         stored[-len(new) :].copy_(new)
     else:

@@ -1,4 +1,4 @@
-"""The plain PyTorch backend: the CPU's implementation, and the reference of every kernel test."""
+"""The plain PyTorch backend: the implementation on CPUs, and the reference in every kernel test."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sglang_kvq.constants import PAGE_SIZE
 
 
 class ReferenceOps(AttentionOps):
-    """Implements ``AttentionOps`` in a few readable lines each; loops over requests, runs on any device."""
+    """Implements each operation of ``AttentionOps`` in a few lines; loops over requests, runs on any device."""
 
     def rotate(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
@@ -53,7 +53,7 @@ class ReferenceOps(AttentionOps):
         )
 
     def quantize_slots(self, slots: torch.Tensor, pages: torch.Tensor, count: torch.Tensor) -> None:
-        n = int(count)  # a device-to-host copy: fine here, the GPU backend reads it in the kernel
+        n = int(count)  # waits for the device; the GPU backend reads it in the kernel
         for layer in range(self.pool.layers if n else 0):
             bf16_pages = self.pool.bf16_pages[layer, slots[:n]]
             records = self.pool.formats[layer].quantize_pages(bf16_pages[:, 0], bf16_pages[:, 1])
@@ -155,7 +155,7 @@ class ReferenceOps(AttentionOps):
 
 
 def _rotate_rows(x: torch.Tensor, r: torch.Tensor, mean: torch.Tensor | None = None) -> torch.Tensor:
-    """Multiplies x BF16 ``[T, heads, D]`` by r float32 ``[kv_heads, D, D]``; query heads share their KV head's.
+    """Multiplies x BF16 ``[T, heads, D]`` by r float32 ``[kv_heads, D, D]``; query heads use their KV head's matrix.
 
     mean float32 ``[kv_heads or 1, D]`` is subtracted before the only rounding.
     """
@@ -172,9 +172,9 @@ def _attend(
     sinks: torch.Tensor | None,
     mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attends causally with the last positions. q ``[n, q_heads, D]``, k, v ``[kv_heads, length, D]``.
+    """Attends causally, with queries at the last positions. q ``[n, q_heads, D]``, k, v ``[kv_heads, length, D]``.
 
-    mask: bool ``[n, length]``, the keys that queries see instead.
+    mask: bool ``[n, length]``, the keys that each query sees, in place of the causal mask.
     """
     if sinks is not None:
         return _attend_with_sinks(q, k, v, scale, sinks, mask)
@@ -190,7 +190,7 @@ def _attend(
 def _attend_with_sinks(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, sinks: torch.Tensor, mask: torch.Tensor | None
 ) -> torch.Tensor:
-    """Computes ``_attend`` in float32, rounded once: torch's own attention has no sinks."""
+    """Computes ``_attend`` in float32 and rounds once, because torch's own attention does not support sinks."""
     n, length, group = q.shape[0], k.shape[1], q.shape[1] // k.shape[0]
     k, v = (x.float().repeat_interleave(group, dim=0) for x in (k, v))
     x = q.float().transpose(0, 1) @ k.transpose(1, 2) * scale  # [q_heads, n, length]

@@ -35,18 +35,19 @@ from sglang_kvq.kernels.quantize.keep_sink_tokens import restore_pages
 from sglang_kvq.kernels.quantize.quantize_pages import quantize_slots, quantize_tokens
 from sglang_kvq.kernels.quantize.rotate import Store, rotate, split_rotation
 
-#: Maximum number of new tokens of a batch whose rotated queries, keys and values lie in the same buffers in all layers.
+#: Most new tokens of a batch whose layers all write rotated queries, keys and values to the same buffers.
 _REUSED_TOKENS = 1024
 
 
 @dataclass
 class BatchPlans:
-    """Plans for a batch of new tokens: made at its first layer, kept for the others.
+    """Plans for a batch of new tokens, made at its first layer and reused at the others.
 
     Attributes:
-        is_short: True if pages are read directly, by whether the layer's records are cheap (``extend.is_cheap``).
-        short, calls, slabs: plans of the three ways: pages read directly, a library's calls, our own kernel's slabs.
-        scores: plans of scoring past keys, by request.
+        is_short: whether pages are read directly; the key says whether the layer's records are cheap
+            (``extend.is_cheap``).
+        short, calls, slabs: the plan of each way to attend: pages read directly, a library's calls, our kernel's slabs.
+        scores: plans for scoring past keys, by request.
     """
 
     batch: ExtendBatch
@@ -67,8 +68,8 @@ class TritonOps(AttentionOps):
         max_batch: the most requests in one decode batch; ``reserve`` raises it.
         slab_tokens: stored tokens that prefill dequantizes at a time; None for ``ragged.workspace_tokens``.
         launch: launch parameters of the decode kernel; None chooses by geometry.
-        prefill: a library's attention for long chunks (``prefill_library.load``); None uses our own for all.
-        short: chooses the batches for the kernel that reads stored pages directly; None chooses none.
+        prefill: a library's attention for long chunks (``prefill_library.load``); None uses our own for all chunks.
+        short: chooses the batches for the kernel that reads stored pages directly; None never uses that kernel.
     """
 
     def __init__(
@@ -99,7 +100,7 @@ class TritonOps(AttentionOps):
             for record in self._records
         ]
         self._sms = 2 if INTERPRETED else torch.cuda.get_device_properties(pool.device).multi_processor_count
-        # Views of each layer are made once: a prefill without CUDA graphs waits for what the host does per layer.
+        # Views of each layer are made once, because host work per layer delays a prefill without CUDA graphs.
         k, v = (None if r is None else split_rotation(r) for r in (rotations.k, rotations.v))
         of_layers = (k if rotations.q is None else split_rotation(rotations.q), k, v)
         self._rotations = [tuple(None if r is None else r[i] for r in of_layers) for i in range(pool.layers)]
@@ -171,7 +172,7 @@ class TritonOps(AttentionOps):
     def rotate_and_store(
         self, layer: int, loc: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> torch.Tensor:
-        """Rotates and stores in one launch, whether K and V are rotated or not."""
+        """Rotates and stores in one launch, even if K and V are not rotated."""
         overlap, store = self.order.rotate(), self._store(layer, loc)
         out: torch.Tensor = rotate((q, k, v), self._rotations[layer], store, overlap, self._means[layer])[0]
         return out
@@ -181,7 +182,8 @@ class TritonOps(AttentionOps):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Rotates and stores in one launch.
 
-        The results lie where those of the layer before lay, if the batch is short: its host has no time to allocate.
+        In a short batch, each layer overwrites the previous layer's results, because allocating would take the host too
+        long.
         """
         rotations, store = self._rotations[layer], self._store(layer, loc)
         q, k, v = rotate((q, k, v), rotations, store, mean=self._means[layer], keep=True, space=self._rotated)
@@ -300,7 +302,7 @@ class TritonOps(AttentionOps):
         scale: float,
         sinks: torch.Tensor | None,
     ) -> None:
-        """Attends to stored pages read directly; writes out."""
+        """Attends with the kernel that reads stored pages directly; writes the result to ``out``."""
         if plans.short is None:
             plans.short = plan_short(plans.batch, short, self.geometry, self.pool.device)
         plan, rows = plans.short, plans.batch.rows
@@ -323,7 +325,7 @@ class TritonOps(AttentionOps):
         scale: float,
         sinks: torch.Tensor | None,
     ) -> None:
-        """Dequantizes prefixes, then attends with a library."""
+        """Dequantizes prefixes, then attends with a library's kernel."""
         if plans.calls is None:
             plans.calls = prefill.plan(plans.batch, scale)
 
@@ -362,7 +364,7 @@ class TritonOps(AttentionOps):
         if most := len(slabs[0].pages) * PAGE_SIZE:
             space = torch.empty(2, most, *k.shape[1:], dtype=k.dtype, device=k.device)
         for i, slab in enumerate(slabs):
-            stored = k, v  # of which no tile of a slab without pages reads any
+            stored = k, v  # placeholders: if a slab has no pages, its tiles read no stored keys
             if space is not None and (count := len(slab.pages) * PAGE_SIZE):
                 stored = space[0, :count], space[1, :count]
                 gather_pages(*stored, batch.rows, slab.pages, *self._stored(layer))
@@ -383,17 +385,17 @@ class TritonOps(AttentionOps):
         planned.run(part.values[layer], q, k, scale, self._sms, gather)
 
     def _stored(self, layer: int) -> tuple[Record | PlaneRecord, Stored]:
-        """Returns the arguments of kernels that read stored pages."""
+        """Returns the arguments for kernels that read a layer's stored pages."""
         return self._records[layer], self._layers[layer]
 
     def _store(self, layer: int, loc: torch.Tensor) -> Store:
-        """Returns where keys and values of the tokens at ``loc`` go."""
+        """Returns the destination of the keys and values of the tokens at ``loc``."""
         stored = self._layers[layer]
         return Store(stored.bf16_pages, stored.slot, self.pool.places, stored.page_slot, loc)
 
 
 def _check_formats(pool: PagePool) -> None:
-    """Refuses formats that the kernels do not support and no method uses.
+    """Refuses formats that the kernels do not support; no method uses them.
 
     Raises:
         KVQuantError: the message names the first such layer and its codes.

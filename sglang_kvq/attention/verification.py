@@ -1,8 +1,8 @@
-"""Verifies drafts as further query heads of the decode kernel: each page is read once for all drafts of a request.
+"""Verifies drafts as additional query heads of the decode kernel: each page is read once for all drafts of a request.
 
-Queries of several drafts that read one KV head are columns of the same matrix product, like its query heads. A program
-holds ``MOST_COLUMNS`` of them. If drafts times heads exceed that, drafts are divided into *chunks*. Neighbouring
-programs process a request's chunks at about the same time, so pages come from memory once and then from the L2 cache.
+All query heads of all drafts that read one KV head are columns of the same matrix product. A program holds
+``MOST_COLUMNS`` columns. If drafts times heads exceed that, drafts are divided into *chunks*. Neighboring programs
+process a request's chunks at about the same time, so pages are read from memory once and then from the L2 cache.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from sglang_kvq.kernels.device.arguments import Stored
 from sglang_kvq.kernels.device.codes import PlaneRecord, Record
 from sglang_kvq.kernels.device.shape import value_dims
 
-#: Query heads, over all drafts, that a program handles at once: as many as ``TritonOps`` allows for one token.
+#: Most query heads, over all drafts, that a program handles at once; ``TritonOps`` allows as many for one token.
 MOST_COLUMNS = 16
 
 
@@ -36,7 +36,8 @@ class Verification:
         records: one per layer.
         q_heads: query heads of this worker.
         sms: number of the device's streaming multiprocessors.
-        batch: the most requests.
+        count: number of drafts per request.
+        batch: the most requests in a batch.
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class Verification:
             partial, lse, columns, items, scale, self.records[layer], stored, launch=self.launches[layer], drafts=given
         )
         out = torch.empty(batch, *partial.shape[1:], dtype=q.dtype, device=q.device)
-        if sinks is not None:  # each head's sink in each of its columns
+        if sinks is not None:  # repeat each head's sink for each of its columns
             columns_of = (self.chunks, self.pool.kv_heads, self.of_chunk, self.group)
             sinks = sinks.view(1, self.pool.kv_heads, 1, self.group).expand(columns_of).flatten()
         merge_splits(out, partial, lse, plan.spans[:batch], sinks=sinks)

@@ -2,8 +2,8 @@
 
     target[l, h, j] = source[l, h, tokens[l, h, j]]        codes, scales and offsets, or gains
 
-Nothing is quantized again, so a token's values stay bit-identical. Keys carry their RoPE, and attention does not depend
-on the order of tokens. To its readers, the new pages are a prefix like any other.
+Nothing is quantized again, so a token's values stay bit-identical. Keys already contain their RoPE, and attention does
+not depend on the order of tokens. So a request can read the new pages like any other prefix.
 
 This is the reference implementation in torch; ``kernels.quantize.fold_tokens`` does the same on a GPU.
 """
@@ -22,14 +22,14 @@ from sglang_kvq.methods import METHOD_NAMES, get_method
 
 
 def check_moves(method: str, formats: Sequence[RecordFormat]) -> None:
-    """Refuses, at start, formats whose tokens cannot be moved.
+    """Refuses formats whose tokens cannot be moved; called when the server starts.
 
     Args:
         method: the value of ``--kv-quant``, for the message.
         formats: one for each layer.
 
     Raises:
-        KVQuantError: the tokens of a page share stored data; the message names the method and those that work.
+        KVQuantError: the tokens of a page share stored data; the message names the method and the methods that work.
     """
     for layer, format in enumerate(formats):
         if not format.per_token:
@@ -42,10 +42,10 @@ def check_moves(method: str, formats: Sequence[RecordFormat]) -> None:
 
 
 def check_fold(pool: PagePool, source_pages: torch.Tensor, target_pages: torch.Tensor, tokens: torch.Tensor) -> None:
-    """Checks the arguments of ``fold_pages``, as far as the host can tell.
+    """Checks the arguments of ``fold_pages`` as far as that is possible without waiting for the device.
 
     Raises:
-        KVQuantError: names the shape or dtype that does not fit, or the records whose tokens share data.
+        KVQuantError: a shape or dtype does not fit, or tokens of a record share data; the message names it.
     """
     for store in pool.stores:
         store.format.check_per_token()
@@ -84,7 +84,10 @@ def fold_pages(pool: PagePool, source_pages: torch.Tensor, target_pages: torch.T
 
 
 def _take(part: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """Returns tokens ``[kv_heads, m PAGE_SIZE]`` of a part ``[n, kv_heads, PAGE_SIZE, x]``, as pages."""
+    """Returns the chosen tokens of a part of records, arranged as pages: ``[m, kv_heads, PAGE_SIZE, x]``.
+
+    part: ``[n, kv_heads, PAGE_SIZE, x]``. tokens: indices ``[kv_heads, m PAGE_SIZE]``.
+    """
     rows = part.transpose(0, 1).flatten(1, 2)  # [kv_heads, n PAGE_SIZE, x]
     taken = rows.gather(1, tokens[..., None].expand(-1, -1, rows.shape[-1]))
     pages: torch.Tensor = taken.unflatten(1, (-1, PAGE_SIZE)).transpose(0, 1)

@@ -1,19 +1,19 @@
-"""Quantized pages outside the pool: one row of bytes for each page, with the records of all layers.
+"""Copies of quantized pages to and from host memory: one row of bytes for each page, with the records of all layers.
 
-A host page is, with layers of any widths,
+A host page consists of
 
     layer 0's records of the page, [kv_heads, record_bytes]
-    layer 1's, ...
+    layer 1's records, ...
     a tail that belongs to the caller, if its buffer is wider than ``page_bytes``
 
-Every layer's part begins at a multiple of 16 bytes. Copies move bytes and nothing else: which pages may be copied, and
-when, is up to ``TierManager.before_backup`` and ``before_load``.
+Layers may have different widths. Every layer's part begins at a multiple of 16 bytes. This module only copies bytes:
+``TierManager.before_backup`` and ``before_load`` decide which pages may be copied, and when.
 
-Here are the copies in torch, between any devices. On a GPU with pinned host memory they go another way:
+``HostLayout`` copies between any devices in torch. On a GPU with pinned host memory it copies differently:
 
-* Loads read host memory in the kernel ``kernels.tiers.host_rows``, one launch for a layer.
-* Backups gather pages into a buffer on the GPU, in the same kernel, and its copy engine takes them from there. A kernel
-  that writes to host memory makes other kernels wait: decode steps beside one took up to 3.2 times as long
+* Loads read host memory in the kernel ``kernels.tiers.host_rows``, with one launch for each layer.
+* Backups gather pages into a buffer on the GPU with the same kernel, and the copy engine copies the buffer to the host.
+  A kernel that writes to host memory would slow other kernels: concurrent decode steps took up to 3.2 times as long
   (docs/hicache.md).
 
 The kernel needs host rows that begin at multiples of 16 bytes.
@@ -30,15 +30,15 @@ from sglang_kvq.errors import KVQuantError
 
 #: Bytes to which each layer's part of a host page is aligned.
 ALIGNED = 16
-#: Bytes of the buffer on the GPU, at least one page: copies of so many are long enough for the bus.
+#: Bytes of the buffer on the GPU, which holds at least one page. Copies of this size use the bus well.
 STAGED = 32 << 20
 
 
 class HostLayout:
-    """Places of a pool's records in a host page.
+    """Layout of a pool's records in a host page, and the copies in both directions.
 
     Args:
-        pool: the pool that is copied from and to. Others may be given later, if their records have the same sizes.
+        pool: the pool to copy from and to. Methods also accept other pools, if their records have the same sizes.
 
     Attributes:
         row_bytes: bytes of each layer's records of one page, ``kv_heads * record_bytes``.
@@ -53,15 +53,16 @@ class HostLayout:
         self._connect(pool)
 
     def backup(self, pool: PagePool, pages: torch.Tensor, host: torch.Tensor, host_pages: torch.Tensor) -> None:
-        """Copies records of ``pages``, all layers, to the rows ``host_pages`` of ``host``. Bytes behind them stay as
-        they are.
+        """Copies records of ``pages``, all layers, to the rows ``host_pages`` of ``host``.
+
+        The bytes after ``page_bytes`` in each row do not change.
 
         Args:
             pages: int64 ``[n]`` on any device, pages with valid records (``TierManager.before_backup``).
             host: uint8 ``[host pages, page_bytes or more]``, last axis contiguous.
-            host_pages: int64 ``[n]`` on the host, each once: the copy engine is told every row.
+            host_pages: int64 ``[n]``, all different, on the host, because the host starts one copy for each row.
 
-        Ids are trusted. The host does not wait for the device.
+        Ids are not checked. The host does not wait for the device.
 
         Raises:
             KVQuantError: a shape, dtype or stride does not fit, or the pool's records have other sizes.
@@ -80,15 +81,15 @@ class HostLayout:
     def load_layer(
         self, pool: PagePool, layer: int, host: torch.Tensor, host_pages: torch.Tensor, pages: torch.Tensor
     ) -> None:
-        """Copies one layer's records from the rows ``host_pages`` of ``host`` to ``pages``. Nothing else changes.
+        """Copies one layer's records from the rows ``host_pages`` of ``host`` to ``pages``; changes nothing else.
 
         Args:
             layer: index in the pool.
             host: uint8 ``[host pages, page_bytes or more]``, last axis contiguous.
             host_pages: int64 ``[n]``.
-            pages: int64 ``[n]``, each once; pages without valid records until ``TierManager.before_load``.
+            pages: int64 ``[n]``, all different; their records were not valid before ``TierManager.before_load``.
 
-        Both id tensors may be on any device. Ids are trusted: the host does not wait to look at them.
+        Both id tensors may be on any device. Ids are not checked, so the host does not wait for the device.
 
         Raises:
             KVQuantError: a shape, dtype or stride does not fit, or the pool's records have other sizes.
@@ -105,7 +106,7 @@ class HostLayout:
         records[pages.to(pool.device)] = rows.unflatten(1, records.shape[1:])
 
     def _check(self, pool: PagePool, pages: torch.Tensor, host: torch.Tensor, host_pages: torch.Tensor) -> bool:
-        """Checks what can be checked without the device; returns if there is anything to copy."""
+        """Checks shapes, dtypes and strides without waiting for the device; returns whether there are pages to copy."""
         if pool is not self._pool:
             self._connect(pool)
         for name, ids in (("pages", pages), ("host_pages", host_pages)):
@@ -121,7 +122,7 @@ class HostLayout:
         return len(pages) > 0
 
     def _connect(self, pool: PagePool) -> None:
-        """Makes this pool the one that is copied from and to."""
+        """Makes ``pool`` the pool to copy from and to."""
         if (given := _row_bytes(pool)) != self.row_bytes:
             raise KVQuantError(
                 f"pool: its layers have {list(given)} bytes a page, not {list(self.row_bytes)}; make a HostLayout of "
@@ -135,12 +136,12 @@ class _Kernel:
     """Copies from and to one pool on a GPU."""
 
     def __init__(self, pool: PagePool, offsets: tuple[int, ...], page_bytes: int) -> None:
-        from sglang_kvq.kernels.tiers import host_rows  # Triton, which a CPU does not need
+        from sglang_kvq.kernels.tiers import host_rows  # imports Triton, which a CPU does not need
 
         self._rows, self._table = host_rows, host_rows.row_table(pool.records, offsets)
         self._buffer = torch.zeros(max(1, STAGED // page_bytes), page_bytes, dtype=torch.uint8, device=pool.device)
         self._places = torch.arange(len(self._buffer), device=pool.device)
-        # Compiles both copies, so that no request waits for it: of the reserved page to itself.
+        # Copies the reserved page to the buffer and back, so that no request waits for the compiler.
         page = torch.zeros(1, dtype=torch.int64, device=pool.device)
         self._gather(page)
         self.load(0, page, self._buffer, page)
@@ -150,7 +151,10 @@ class _Kernel:
         self._rows.gather_rows(self._table, pages, self._buffer, self._places[: len(pages)])
 
     def backup(self, pages: torch.Tensor, host: torch.Tensor, host_pages: list[int]) -> None:
-        """Copies by way of the buffer; the stream's order keeps a part's rows until their copies have ended."""
+        """Copies pages through the buffer, part by part.
+
+        The stream's order ensures that a part is copied out before the next one overwrites the buffer.
+        """
         size, width = self._buffer.shape
         for start in range(0, len(host_pages), size):
             self._gather(pages[start : start + size])
@@ -170,5 +174,5 @@ def _has_kernel(device: torch.device) -> bool:
 
 
 def _is_mapped(host: torch.Tensor, device: torch.device) -> bool:
-    """Tells if the GPU ``device`` can address ``host``: it is there itself, or in pinned memory."""
+    """Returns whether the GPU ``device`` can address ``host``: ``host`` is on that GPU or in pinned memory."""
     return host.device == device or (host.device.type == "cpu" and host.is_pinned())

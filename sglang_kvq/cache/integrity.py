@@ -1,6 +1,6 @@
-"""Check of the invariants of the tiers' tables between batches, for tests and for an idle server.
+"""Checks the invariants of the tiers' tables between batches, in tests and on an idle server.
 
-docs/design.md lists the invariants and the check of each. Synchronises with the device.
+docs/design.md lists the invariants and the check of each. The check waits for the device.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from sglang_kvq.constants import PAGE_SIZE
 
 
 def check_integrity(tiers: TierManager, free_pages: torch.Tensor | None = None, *, idle: bool = False) -> None:
-    """Raises ``RuntimeError`` that names the first violated invariant.
+    """Raises a ``RuntimeError`` that names the first violated invariant.
 
     Args:
         tiers: the manager to check. Pending events are applied first, so no batch may be running on the device.
-        free_pages: int64, pages the allocator considers free; None skips the checks that need it.
-        idle: True if no request is running; every page that is not free has then been written.
+        free_pages: int64, the page ids that the allocator considers free; None skips the checks that need them.
+        idle: True if no request is running; then every page that is not free must have been written.
     """
     tiers.apply_pending()
     pool = tiers.pool
@@ -69,7 +69,7 @@ def check_integrity(tiers: TierManager, free_pages: torch.Tensor | None = None, 
 def _free_pages(
     tiers: TierManager, free_ids: torch.Tensor, require: Callable[[bool | torch.Tensor, str], None]
 ) -> torch.Tensor:
-    """Checks which ids have pages of a shared memory; returns the pages that none has."""
+    """Checks the table of page ids in a shared memory; returns the pages that no id has."""
     table, ids, last = tiers.pool.places.cpu().long(), tiers.live_places.ids.cpu().long(), tiers.last_page
     require(not table[free_ids].any(), "an id that is free has a page")
     used = torch.ones(len(table), dtype=torch.bool)

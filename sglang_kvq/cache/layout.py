@@ -1,4 +1,4 @@
-"""Division of one memory budget between quantized pages and BF16 pages."""
+"""Divides one memory budget between quantized pages and BF16 pages."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.formats.record import RecordFormat
 
-#: Contexts for which logs and plans say how many requests fit.
+#: Context lengths in tokens for which logs and ``kvq plan`` show how many requests fit.
 CONTEXTS = (4 << 10, 32 << 10, 128 << 10)
 
 
 def contexts_within(most: int) -> tuple[int, ...]:
-    """Returns those of ``CONTEXTS`` that a model of so many tokens can have, or just its longest."""
+    """Returns the values of ``CONTEXTS`` up to ``most``, a model's longest context; just ``most`` if there are none."""
     return tuple(context for context in CONTEXTS if context <= most) or (most,)
 
 
@@ -48,25 +48,25 @@ class KVGeometry:
 
     @property
     def first_bytes(self) -> int:
-        """A page's share of the kept first tokens (``cache.sink_token_cache``) in all layers; 0 if none are kept."""
+        """Bytes of kept first tokens (``cache.sink_token_cache``) per page, in all layers; 0 if none are kept."""
         if not any(f.keeps_first for f in self.formats):
             return 0
-        # Whole bytes of a token, as SGLang counts.
+        # Rounded up to whole bytes per token, because SGLang counts bytes per token.
         return -(-self.slot_bytes // (PAGE_SIZE * PAGES_PER_ENTRY * PAGE_SIZE)) * PAGE_SIZE
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of a page in all layers, without a BF16 copy."""
+        """Bytes of a page in all layers, without its BF16 copy."""
         return self.record_bytes + self.first_bytes
 
     @property
     def shared_page_bytes(self) -> int:
-        """``page_bytes`` where pages and BF16 pages share a memory."""
+        """Bytes of a page like ``page_bytes``, if records and BF16 pages share a memory."""
         return padded(self.record_bytes) + self.first_bytes
 
     @property
     def slot_bytes(self) -> int:
-        """BF16 bytes of one BF16 page in all layers; plain BF16 takes the same for a page."""
+        """Bytes of one BF16 page in all layers; a plain BF16 cache takes as many for a page."""
         return self.layers * self.kv_heads * 2 * PAGE_SIZE * self.head_dim * 2
 
     @property
@@ -82,11 +82,11 @@ class MemoryLayout:
     Attributes:
         pages: quantized pages, without the reserved one.
         slots: BF16 pages, without the reserved one.
-        max_requests: limit of running requests: the rows whose windows always fit, as far as they are never lost.
-        whole_windows: running requests whose whole windows fit at once; with more, all windows shrink.
-        arena: the memory that pages and BF16 pages share; then each of ``pages`` and ``slots`` is the most that there
-            may be without the other. None if it is divided once.
-        windows: what running requests take of it.
+        max_requests: limit of running requests: the BF16 pages that a request never loses always fit for so many.
+        whole_windows: running requests whose whole windows fit at once; with more requests, all windows shrink.
+        arena: sizes of the memory that records and BF16 pages share; ``pages`` and ``slots`` are then upper limits
+            that do not hold at the same time. None if the memory is divided once.
+        windows: BF16 pages that running requests take of a shared memory; None without one.
     """
 
     geometry: KVGeometry
@@ -109,12 +109,12 @@ class MemoryLayout:
 
     @property
     def bf16_tokens(self) -> int:
-        """Tokens that plain BF16 would hold in the same bytes, with the same draft model's cache."""
+        """Tokens that a plain BF16 cache would hold in the same bytes, the draft model's cache included."""
         draft = self.geometry.draft_page_bytes
         return (self.total_bytes + self.pages * draft) * PAGE_SIZE // (self.geometry.slot_bytes + draft)
 
     def requests_at(self, context: int) -> tuple[int, int]:
-        """Returns how many requests of so many tokens fit: in plain BF16 of the same bytes, and in this layout."""
+        """Returns how many requests of ``context`` tokens fit in a plain BF16 cache of equal size, and in this one."""
         ours = self.tokens // context
         if self.arena is not None and self.windows is not None:
             ours = _requests(self.arena, self.windows.least, self.windows.spare, -(-context // PAGE_SIZE))
@@ -122,7 +122,7 @@ class MemoryLayout:
 
     @property
     def bits_per_element(self) -> float:
-        """Allocated bits per element of capacity, BF16 pages included."""
+        """Allocated bits per element of the cache's capacity, BF16 pages included."""
         return 16 * self.total_bytes / (self.pages * self.geometry.slot_bytes)
 
 
@@ -132,7 +132,7 @@ def bf16_slots(config: KVQuantConfig, geometry: KVGeometry, budget_bytes: int) -
 
 
 def reserved_bytes(geometry: KVGeometry, slots: int) -> int:
-    """Returns the bytes of the cache that hold no tokens: ``slots`` BF16 pages, slot 0 and page 0."""
+    """Returns the bytes of the cache that add no capacity: ``slots`` BF16 pages, slot 0 and page 0."""
     return (slots + 1) * geometry.slot_bytes + geometry.page_bytes + geometry.draft_page_bytes
 
 
@@ -148,19 +148,20 @@ def divide(
     batch: int | None = None,
     written: int = 1,
 ) -> MemoryLayout:
-    """Fixes the layout for ``pages`` pages after SGLang has applied its own limits.
+    """Computes the layout for ``pages`` pages, after SGLang has applied its own limits.
 
     Args:
         slots: BF16 pages that the budget affords (``bf16_slots``). If ``--max-total-tokens`` leaves fewer pages than
-            the budget does, BF16 pages shrink with them. They never fall below the needs of ``wanted`` requests and the
-            prefill's window.
+            the budget does, there are proportionally fewer BF16 pages. They never fall below the needs of ``wanted``
+            requests and the prefill window.
         wanted: ``--max-running-requests``; None counts as 8.
         resumes: requests of one prefill batch that may continue in the middle of a page. Each may hold one BF16 page
             beyond its window while that batch runs.
-        chunk: tokens of a prompt computed at once; None: all. If all tokens of a chunk get BF16 copies, one prefill's
-            window of BF16 pages stays free of running requests' windows, unless ``wanted`` requests need it.
-        batch: most tokens of a prefill batch. If requests may lose recent pages (``config.recent_min``), what such a
-            batch writes needs room besides the pages that they keep.
+        chunk: tokens of a prompt computed at once; None: all. If a chunk is so short that all its tokens get BF16
+            copies, running requests' windows leave ``config.prefill_pages`` BF16 pages free, unless ``wanted`` requests
+            need them.
+        batch: most tokens of a prefill batch. If requests may lose recent pages (``config.recent_min``), the tokens
+            that such a batch writes need room in addition to the pages that requests never lose.
         written: tokens that a step writes, 1 or the number of drafts.
 
     Raises:
@@ -195,8 +196,8 @@ def window_slots(config: KVQuantConfig, batch: int, written: int = 1) -> WindowS
     """Returns the BF16 pages that requests take of a shared memory.
 
     Args:
-        batch: most tokens of a prefill batch. What it writes needs room besides the pages that requests keep, and so
-            does the page that one of its requests resumes.
+        batch: most tokens of a prefill batch. These tokens need room in addition to the pages that requests never lose,
+            and so does the page that one request of the batch resumes.
         written: tokens that a step writes.
     """
     spare = 1 + max(config.slots_per_request, -(-batch // PAGE_SIZE))
@@ -204,9 +205,9 @@ def window_slots(config: KVQuantConfig, batch: int, written: int = 1) -> WindowS
 
 
 def shared_reserve(geometry: KVGeometry, windows: WindowSlots) -> int:
-    """Returns the bytes of a shared memory that hold no tokens while one request runs: BF16 pages, slot 0 and page 0.
+    """Returns the bytes of a shared memory that records cannot use while one request runs.
 
-    One BF16 page more is for rounding.
+    These are the request's BF16 pages, slot 0, page 0, and one more BF16 page for rounding.
     """
     return (windows.needed(1) + 2) * geometry.slot_bytes + geometry.shared_page_bytes
 
@@ -214,11 +215,11 @@ def shared_reserve(geometry: KVGeometry, windows: WindowSlots) -> int:
 def share(
     geometry: KVGeometry, windows: WindowSlots, *, pages: int, budget_bytes: int, wanted: int | None = None
 ) -> MemoryLayout:
-    """Fixes a shared memory for ``pages`` pages after SGLang has applied its own limits.
+    """Computes the layout of a shared memory for ``pages`` pages, after SGLang has applied its own limits.
 
     Args:
-        budget_bytes: of the whole memory. If ``--max-total-tokens`` leaves fewer pages than these hold, the memory is
-            smaller too, but has BF16 pages for ``wanted`` requests beside all pages.
+        budget_bytes: bytes of the whole memory. If ``--max-total-tokens`` leaves fewer pages than the budget holds, the
+            memory is smaller too, but still has BF16 pages for ``wanted`` requests beside all pages.
         wanted: ``--max-running-requests``; None counts as 8.
 
     Raises:
@@ -241,13 +242,13 @@ def share(
 
 
 def _requests(arena: Arena, slots: int, spare: int, pages: int) -> int:
-    """Returns how many requests with so many BF16 pages and pages each fit in a shared memory."""
+    """Returns how many requests fit in a shared memory, if each has ``slots`` BF16 pages and ``pages`` pages."""
     of_slot = arena.page_bytes / arena.slot_bytes
     return max(int((arena.slots - spare - of_slot) / (slots + pages * of_slot)), 1)
 
 
 def fit_shared(config: KVQuantConfig, geometry: KVGeometry, budget_bytes: int, batch: int) -> MemoryLayout:
-    """Returns the layout of a whole shared budget, equal to SGLang's result when no flag limits tokens or requests.
+    """Returns the shared layout of a whole budget, equal to a server's if no flag limits tokens or requests.
 
     Raises:
         KVQuantError: no page fits beside one request's window.
@@ -261,7 +262,7 @@ def fit_shared(config: KVQuantConfig, geometry: KVGeometry, budget_bytes: int, b
 
 
 def fit(config: KVQuantConfig, geometry: KVGeometry, budget_bytes: int) -> MemoryLayout:
-    """Returns the layout of a whole budget, equal to SGLang's result when no flag limits tokens or requests.
+    """Returns the layout of a whole budget, equal to a server's if no flag limits tokens or requests.
 
     Raises:
         KVQuantError: the BF16 pages cannot hold one request's window.

@@ -1,4 +1,4 @@
-"""Events that the scheduler recorded on pages and rows since the last forward pass, in order."""
+"""Events on pages and rows that the scheduler has recorded since the last forward pass, in order."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from sglang_kvq.constants import EVENT_ALLOCATE, EVENT_FREE, EVENT_MOVE, EVENT_R
 
 
 class AllocatedPages(NamedTuple):
-    """Page ids int64 ``[n]`` that left the allocator; recorded where ids are not pages (``PagePool.places``)."""
+    """Page ids int64 ``[n]`` that left the allocator; recorded only if ids are not pages (``PagePool.places``)."""
 
     pages: torch.Tensor
 
 
 class FreedPages(NamedTuple):
-    """Pages int64 ``[n]`` that went back to the allocator."""
+    """Page ids int64 ``[n]`` that went back to the allocator."""
 
     pages: torch.Tensor
 
 
 class MovedBF16Pages(NamedTuple):
-    """BF16 pages of pages ``own`` int64 ``[n]`` that move to the pages ``kept``, one to one, if those have none."""
+    """BF16 copies of pages ``own`` int64 ``[n]`` that go to the pages ``kept``, one to one, if those have none."""
 
     own: torch.Tensor
     kept: torch.Tensor
 
 
 class FreedRows(NamedTuple):
-    """Rows int64 ``[n]`` of ``req_to_token`` that were given back; on the host until they are drained."""
+    """Rows int64 ``[n]`` of ``req_to_token`` that were given back; the tensor is on the host until it is drained."""
 
     rows: torch.Tensor
 
@@ -41,8 +41,8 @@ class FreedRows(NamedTuple):
 class CopiedPages(NamedTuple):
     """Pages ``target`` int64 ``[n]``, just allocated, that receive the content of the pages ``source``, one to one.
 
-    ``windows`` int64 ``[m]`` are indices of the pages that will be read in a window. These also get BF16 copies if
-    their sources have them and there is room.
+    ``windows`` int64 ``[m]`` are indices of the pages that will be in a window. These pages also get BF16 copies if
+    their sources have BF16 copies and there is room.
     """
 
     source: torch.Tensor
@@ -54,8 +54,8 @@ class FoldedPages(NamedTuple):
     """Pages ``target`` int64 ``[m]``, just allocated, that receive chosen tokens of the pages ``source`` int64 ``[n]``.
 
     ``tokens`` int64 ``[layers, kv_heads, 64 m]`` are indices into the sources' tokens (``cache.fold.fold_pages``).
-    ``sinks`` int64 ``[k]`` are indices of pages that are copied whole, to the same place of the target. These also get
-    BF16 copies if their sources have them and there is room.
+    ``sinks`` int64 ``[k]`` are indices of pages that are copied whole, each to the target of the same index. These
+    pages also get BF16 copies if their sources have BF16 copies and there is room.
     """
 
     source: torch.Tensor
@@ -65,12 +65,12 @@ class FoldedPages(NamedTuple):
 
 
 class ArrivedRequest(NamedTuple):
-    """The cache of a request that was computed elsewhere: its records lie in its pages, its window in ``source``.
+    """A request whose cache was computed elsewhere: its records are already in its pages, its window is in ``source``.
 
-    ``rows`` and ``lens`` int64 ``[1]`` are its row and its tokens. ``pages`` int64 ``[n]`` are the whole pages whose
-    records came with it. ``window`` int64 ``[w]`` are the pages of its window, ``places`` int64 ``[w]`` theirs
-    in the request, and ``at`` int64 ``[w]`` theirs in ``source``, as ``PagePool.read_bf16`` packs them. ``done`` is
-    called once a plan has read the source.
+    ``rows`` and ``lens`` int64 ``[1]`` are the request's row and number of tokens. ``pages`` int64 ``[n]`` are the
+    whole pages whose records have arrived. ``window`` int64 ``[w]`` are the pages of its window. ``places`` int64
+    ``[w]`` are their indices in the request, and ``at`` int64 ``[w]`` their indices in ``source``, which has the layout
+    of ``PagePool.read_bf16``. ``done`` is called once a plan has read ``source``.
     """
 
     rows: torch.Tensor
@@ -84,12 +84,12 @@ class ArrivedRequest(NamedTuple):
 
 
 class MovedBoundary(NamedTuple):
-    """The first slot from now on, of a memory that pages and BF16 pages share (``cache.shared.arena``)."""
+    """A move of the boundary in a shared memory: BF16 pages begin at ``first_slot`` (``cache.shared.arena``)."""
 
     first_slot: int
 
 
-#: Events that ``pack`` leaves alone: they are rare and need operations of their own.
+#: Events that ``pack`` does not pack, because they are rare and need separate operations.
 Fill: TypeAlias = CopiedPages | FoldedPages | ArrivedRequest | MovedBoundary
 Event: TypeAlias = AllocatedPages | FreedPages | MovedBF16Pages | FreedRows | Fill
 
@@ -97,30 +97,30 @@ Event: TypeAlias = AllocatedPages | FreedPages | MovedBF16Pages | FreedRows | Fi
 class PendingOps:
     """An ordered list of page and row events, recorded on the scheduler's stream.
 
-    Events hold device tensors of page ids, so recording one never waits for the device.
+    Events hold device tensors of page ids, so recording an event never waits for the device.
     """
 
     def __init__(self) -> None:
-        self._events: list[Event | None] = []  # None: a reserved move, still unknown or turned out empty
+        self._events: list[Event | None] = []  # None: a reserved move whose pages are not known yet
 
     def __bool__(self) -> bool:
         return bool(self._events)
 
     @property
     def has_open_move(self) -> bool:
-        """True while a reserved move waits for its pages: nothing may be drained before ``fill_move``."""
+        """True while the pages of a reserved move are unknown: no event may be drained before ``fill_move``."""
         return any(event is None for event in self._events)
 
     @property
     def has_arrivals(self) -> bool:
-        """True while a request's arrival waits, and so what its window lies in."""
+        """True while an arrived request has not been applied, so that the buffer with its window is still needed."""
         return any(isinstance(event, ArrivedRequest) for event in self._events)
 
     def clear(self) -> None:
         for event in self._events:
             if isinstance(event, ArrivedRequest):
                 event.done()
-        # The memory stays divided as the scheduler has decided.
+        # The last move of the boundary stays, because the scheduler already counts with it.
         boundaries = [event for event in self._events if isinstance(event, MovedBoundary)]
         self._events = [*boundaries[-1:]]
 
@@ -130,29 +130,30 @@ class PendingOps:
             self._events.append(AllocatedPages(pages))
 
     def move_boundary(self, first_slot: int) -> None:
-        """Records that BF16 pages begin at a slot from now on; see ``MovedBoundary``.
+        """Records that BF16 pages begin at ``first_slot`` from now on; see ``MovedBoundary``.
 
-        The pages in use now, events before this one applied, must fit before it.
+        The pages that are in use after all earlier events must fit before this slot.
         """
         self._events.append(MovedBoundary(first_slot))
 
     def free_pages(self, pages: torch.Tensor) -> None:
-        """Records that pages ``[n]`` of any integer type went back to the allocator.
+        """Records that page ids ``[n]``, of any integer type, went back to the allocator.
 
-        Repeats are harmless but cost time: name a page once, not once for each of its tokens.
+        A page may be named several times, but that costs time: name it once, not once for each of its tokens.
         """
         if pages.numel():
             self._events.append(FreedPages(pages.long()))
 
     def free_rows(self, rows: list[int]) -> None:
-        """Records that rows of ``req_to_token`` were given back: their windows are no longer pinned."""
+        """Records that rows of ``req_to_token`` were given back, so their windows are no longer pinned."""
         if rows:
             self._events.append(FreedRows(torch.tensor(rows, dtype=torch.int64)))
 
     def copy_pages(self, source: torch.Tensor, target: torch.Tensor, windows: torch.Tensor) -> None:
         """Records that the next plan copies pages ``source`` to ``target`` int64 ``[n]``; see ``CopiedPages``.
 
-        Sources may be freed right after, because that is a later event. One call copies a page to at most one target.
+        Sources may be freed right afterwards, because the free is a later event. One call must not copy a page to
+        several targets.
         """
         if target.numel():
             self._events.append(CopiedPages(source, target, windows))
@@ -160,38 +161,40 @@ class PendingOps:
     def fold_pages(self, source: torch.Tensor, target: torch.Tensor, tokens: torch.Tensor, sinks: torch.Tensor) -> None:
         """Records that the next plan folds tokens of pages ``source`` into ``target``; see ``FoldedPages``.
 
-        Sources may be freed right after, because that is a later event. No page is named twice.
+        Sources may be freed right afterwards, because the free is a later event. No page may be named twice.
         """
         if target.numel():
             self._events.append(FoldedPages(source, target, tokens, sinks))
 
     def arrive(self, event: ArrivedRequest) -> None:
-        """Records a request whose cache was computed elsewhere."""
+        """Records the arrival of a request whose cache was computed elsewhere."""
         self._events.append(event)
 
     def reserve_move(self) -> int:
-        """Returns a ticket for a move at this place in the order, whose pages become known only after later frees."""
+        """Reserves a place in the order for a move whose pages become known after later frees; returns its ticket."""
         self._events.append(None)
         return len(self._events) - 1
 
     def fill_move(self, ticket: int, own: torch.Tensor, kept: torch.Tensor) -> None:
-        """Records that the tree's equal pages ``kept`` replaced row pages ``own`` int64 ``[n]``, one to one."""
+        """Records that the tree's pages ``kept`` replaced a row's equal pages ``own`` int64 ``[n]``, one to one."""
         self._events[ticket] = MovedBF16Pages(own, kept)
 
     def drain(self, device: torch.device) -> Iterator[Event]:
-        """Yields and forgets all events, their tensors on ``device`` and kept alive for its current stream."""
+        """Removes and yields all events, with tensors on ``device``, kept alive for its current stream."""
         for event in self._take():
             yield _on(event, device)
 
     def pack(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, int] | None:
-        """Removes all events before the next ``Fill``; returns them as two tensors, by one copy, or None if none.
+        """Removes all events before the next ``Fill`` and packs them into two tensors; None if there are none.
+
+        Only ``spans`` is copied from the host, in one copy.
 
         Returns:
             spans: int64 on ``device``: a triple (kind, first, count) per event, then all rows. ``EVENT_FREE`` frees the
                 pages ``ids[first : first + count]``, ``EVENT_ALLOCATE`` gives these ids pages. ``EVENT_MOVE`` gives
                 their BF16 copies to the ``count`` ids that follow. ``EVENT_ROWS`` gives back rows
-                ``spans[first : first + count]``. Events keep their order, except that consecutive frees, or
-                allocations, become one, and rows, which are independent of pages, come together at the end.
+                ``spans[first : first + count]``. Events keep their order, with two exceptions. Consecutive frees, or
+                allocations, become one event. Rows, which are independent of pages, come together at the end.
             ids: int64 on ``device``, page ids.
             events: number of triples.
         """
@@ -222,7 +225,10 @@ class PendingOps:
         return packed, together, len(spans)
 
     def take_fill(self, device: torch.device) -> Fill | None:
-        """Removes and returns the first event, on ``device``, if it is a ``Fill``; ``pack`` stops there."""
+        """Removes and returns the first event, with tensors on ``device``, if it is a ``Fill``; otherwise None.
+
+        ``pack`` stops before such an event.
+        """
         first = self._events[0] if self._events else None
         if not isinstance(first, Fill):
             return None
@@ -250,7 +256,10 @@ def _on(event: _Kind, device: torch.device) -> _Kind:
 
 
 def keep_alive(tensors: list[torch.Tensor]) -> None:
-    """Keeps the scheduler stream's tensors alive for the current stream. One query serves an eviction's hundreds."""
+    """Keeps tensors of the scheduler's stream alive for the current stream.
+
+    The current stream is looked up once, because an eviction has hundreds of tensors.
+    """
     stream = None
     for t in tensors:
         if t.is_cuda:

@@ -1,7 +1,7 @@
 """Memory of the cache: quantized records for every page, BF16 pages for a few, and the tables that link them.
 
-Pages and BF16 slots are numbered from 1. Page 0 and slot 0 are reserved: padded rows of a CUDA-graph batch write
-there and nobody reads it.
+Pages and BF16 slots are numbered from 1. Page 0 and slot 0 are reserved: padding rows of a CUDA-graph batch write
+there, and no request reads them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from sglang_kvq.cache.sink_token_cache import SinkTokenCache
 from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.formats.record import RecordFormat
 
-#: Elements behind a packed BF16 page, of which the first is 1 if the page had a BF16 copy: 16 bytes keep alignment.
+#: Elements after each packed BF16 page. The first is 1 if the page had a BF16 copy; the 16 bytes keep pages aligned.
 PACKED_TAIL = 8
 
 
@@ -26,8 +26,9 @@ class RecordStore:
     """Records of all layers with one layout, in one tensor that a single kernel launch can cover.
 
     Attributes:
-        format: the shared layout, without clipping, which may differ between layers (see ``PagePool.ranks``).
-        layers: the layers' indices in the pool, ascending; on the device as int64 ``[n]`` in ``layer_ids``.
+        format: the shared layout, without clipping: clip ranks may differ between layers (see ``PagePool.ranks``).
+        layers: the layers' indices in the pool, ascending.
+        layer_ids: the same indices on the device, int64 ``[n]``.
         records: uint8 ``[n, pages + 1, kv_heads, record_bytes]``; ``records[i]`` belongs to layer ``layers[i]``.
     """
 
@@ -43,22 +44,22 @@ class PagePool:
 
     Attributes:
         formats: layout and clipping of each layer's records.
-        stores: the records, by layout; every layer is in one.
+        stores: the records, by layout; every layer is in exactly one store.
         ranks: int32 ``[layers, 2]``, each layer's clip ranks of keys and of values (``formats.quantize.clip_rank``, 0
-            clips nothing): data, so that one compiled kernel serves layers with different calibrated clips.
+            clips nothing). They are data, so that one compiled kernel serves layers with different calibrated clips.
         bf16_pages: BF16 ``[layers, slots + 1, 2, kv_heads, PAGE_SIZE, head_dim]``; axis 2 is K, V.
-        places: int32 ``[pages + 1]``, where SGLang's page ids lie: the page that holds an id's tokens, 0 for none.
-            Without an arena each id is its page. "Page" means this number in all other tables.
+        places: int32 ``[pages + 1]``, indexed by SGLang's page ids: the page that holds an id's tokens, 0 for none.
+            Without an arena, each id equals its page. All other tables use pages in this sense, not ids.
         page_slot: int32 ``[pages + 1]``, a page's BF16 slot, -1 for none; ``page_slot[0] == 0``.
         req_to_token: int32 ``[rows, context]``, SGLang's token locations (page * PAGE_SIZE + offset). The scheduler may
-            rewrite a row as soon as a batch is planned, while its layers still run: only plans read it.
+            rewrite a row as soon as a batch is planned, while the batch's layers still run. So only plans read it.
         row_pages: int32 ``[rows, context / PAGE_SIZE]``, a row's page ids at the last plan that included it. Layers
             read these. Only plans write them, on the stream that runs the layers.
         row_sink_end, row_history_end: int32 ``[rows]``, token positions. For the next batch, a row's request reads BF16
             pages in ``[0, sink_end)``, records in ``[sink_end, history_end)`` and BF16 pages from ``history_end``
             on. Both are multiples of ``PAGE_SIZE`` unless they equal the request's length.
-        sink_cache: first tokens of pages whose BF16 copies were taken; None if no layer's records need them.
-        arena: the memory that records and BF16 pages share; None if each has its own.
+        sink_cache: first tokens of pages that lost their BF16 copies; None if no layer's records need them.
+        arena: sizes of the memory that records and BF16 pages share; None if their memories are separate.
     """
 
     formats: tuple[RecordFormat, ...]
@@ -87,7 +88,8 @@ class PagePool:
     ) -> PagePool:
         """Allocates zeroed pools on ``req_to_token``'s device for ``pages`` pages and ``slots`` BF16 pages.
 
-        formats: one for each layer. arena: then both share its memory, and ``pages`` and ``slots`` are its own.
+        formats: one for each layer. arena: if given, records and BF16 pages share one memory of these sizes, and
+        ``pages`` and ``slots`` must be the arena's.
         """
         device, (rows, context) = req_to_token.device, req_to_token.shape
         page_slot = torch.full((pages + 1,), -1, dtype=torch.int32, device=device)
@@ -132,31 +134,33 @@ class PagePool:
         )
 
     def read_rows(self) -> None:
-        """Copies page ids of all rows, like plans do row by row: for a pool that was filled by hand."""
+        """Sets ``row_pages`` of all rows, as plans do row by row; for pools that a test or benchmark fills directly."""
         self.row_pages.copy_(self.places[(self.req_to_token[:, ::PAGE_SIZE] // PAGE_SIZE).long()])
 
     def move_tokens(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copies tokens, int64 ``[n]`` locations each, between BF16 pages of all layers; padding moves within slot
-        0."""
+        """Copies tokens between BF16 pages, in all layers; padding is copied within slot 0.
+
+        target, source: int64 ``[n]``, token locations.
+        """
         slot, old = (self.page_slot[self.places[x // PAGE_SIZE].long()].clamp(min=0).long() for x in (target, source))
         self.bf16_pages[:, slot, :, :, target % PAGE_SIZE] = self.bf16_pages[:, old, :, :, source % PAGE_SIZE]
 
     def read_bf16(self, slots: torch.Tensor) -> torch.Tensor:
-        """Packs BF16 pages of slots int64 ``[n]``, 0 for none, into BF16 ``[2, n, packed_elements]``: K, then V."""
+        """Packs the BF16 pages in slots int64 ``[n]``, 0 for none, into BF16 ``[2, n, packed_elements]``: K, then V."""
         content = self.bf16_pages[:, slots].permute(2, 1, 0, 3, 4, 5).flatten(2)
         tail = content.new_zeros(*content.shape[:2], PACKED_TAIL)
         tail[..., 0] = (slots > 0).to(tail.dtype)
         return torch.cat([content, tail], dim=2)
 
     def write_bf16(self, slots: torch.Tensor, packed: torch.Tensor) -> None:
-        """Unpacks ``read_bf16``'s result into BF16 pages of slots int64 ``[n]``; slot 0 takes what nobody reads."""
+        """Unpacks ``read_bf16``'s result into slots int64 ``[n]``; slot 0 receives pages that are not wanted."""
         shape = (self.layers, self.kv_heads, PAGE_SIZE, self.head_dim)
         content = packed[..., :-PACKED_TAIL].unflatten(2, shape)
         self.bf16_pages[:, slots] = content.permute(2, 1, 0, 3, 4, 5)
 
     @property
     def packed_elements(self) -> int:
-        """BF16 elements of one page's keys, or values, in all layers, and ``PACKED_TAIL``."""
+        """Number of BF16 elements of one page's keys (or values) in all layers, plus ``PACKED_TAIL``."""
         return self.layers * self.kv_heads * PAGE_SIZE * self.head_dim + PACKED_TAIL
 
     @cached_property
@@ -167,7 +171,7 @@ class PagePool:
 
     @property
     def page_stride(self) -> int:
-        """Bytes from a page's records in a layer to the next page's; 0 if nothing lies between them."""
+        """Bytes from a page's records in a layer to those of the next page; 0 if these records are contiguous."""
         return 0 if self.arena is None else self.arena.page_bytes
 
     @property

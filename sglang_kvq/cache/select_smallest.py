@@ -1,5 +1,7 @@
-"""Selection of the least keys, to reuse BF16 pages or first-token entries; ``kernels.tiers.select_smallest`` does the
-same."""
+"""Selection of the smallest keys, to reuse BF16 pages or first-token entries.
+
+``kernels.tiers.select_smallest`` does the same on a GPU.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +11,13 @@ from sglang_kvq.constants import NEVER
 
 
 def hand_out(keys: torch.Tensor, need: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the indices of the least keys, the first among equals, in their own order.
+    """Gives items the indices of the smallest keys; of equal keys, those with smaller indices.
+
+    Items get these indices in ascending order.
 
     Args:
         keys: int64 ``[n]``; index 0 is reserved and has ``NEVER``.
-        need: bool ``[m]``, which items need an index; the earlier ones get one if not all can.
+        need: bool ``[m]``, True for items that need an index; if there are too few, earlier items get one.
 
     Returns:
         indices int64 ``[m]``, 0 for none; bool ``[m]``, True for items that got one.

@@ -1,13 +1,13 @@
-"""First tokens of sequences, kept in BF16 after another page took their BF16 copy: small tables in torch.
+"""First tokens of sequences, kept in BF16 after their page lost its BF16 copy: small tables in torch.
 
 The first token is an attention sink: its key and value are outliers. Formats calibrated for the other tokens quantize
-it badly (``RecordFormat.keeps_first``), and every later token reads it. So the cache keeps one token of each first page
-until the page is freed: all layers and KV heads, 1/64 of a BF16 page.
+it badly (``RecordFormat.keeps_first``), and every later token reads it. So the cache keeps the first token of each
+first page until the page is freed, for all layers and KV heads. This takes 1/64 of a BF16 page.
 
-Any page may have any entry. A page that needs one gets a free entry. If none is free, it gets the entry of a page that
-still has its BF16 copy and needs the entry only after losing it. Otherwise it gets the entry kept longest ago. So no
-first token is lost until more conversations idle than there are entries. Then the one idle longest loses its first
-token, and its record serves instead.
+Any page may have any entry. A page that needs an entry gets a free one. If none is free, it gets the entry of a page
+with a BF16 copy, because that page needs an entry only after losing the copy. Otherwise it gets the oldest entry. So no
+first token is lost until there are more idle conversations than entries. Then the conversation that has been idle
+longest loses its first token, and requests read that token from its record.
 
 This is the reference implementation. In ``kernels``, ``tiers.sink_entries`` and ``quantize.keep_sink_tokens`` do the
 same.
@@ -22,25 +22,26 @@ import torch
 from sglang_kvq.cache.select_smallest import hand_out
 from sglang_kvq.constants import ENTRY_FREE, ENTRY_UNUSED, NEVER
 
-#: Pages per entry: conversations are many pages long.
+#: Pages per entry. One entry per conversation is enough, and conversations have many pages.
 PAGES_PER_ENTRY = 8
-#: Minimum number of entries. In a small pool they exceed the page share; they take one BF16 page's memory, uncounted.
+#: Minimum number of entries. In a small pool these are more than one for each ``PAGES_PER_ENTRY`` pages; the memory of
+#: the excess, at most one BF16 page, is not counted.
 LEAST_ENTRIES = 64
 
 
 def entry_count(pages: int) -> int:
-    """Returns the number of entries for a pool of ``pages`` pages, the reserved one included."""
+    """Returns the number of entries, the reserved one included, for a pool of ``pages`` pages."""
     return max(2, min(pages, LEAST_ENTRIES), pages // PAGES_PER_ENTRY)
 
 
 @dataclass
 class SinkTokenCache:
-    """Tables of kept first tokens. Entry 0 is reserved, like page 0: unwanted values are written there.
+    """Tables of kept first tokens. Entry 0 is reserved, like page 0, and receives values that are not wanted.
 
     Attributes:
         tokens: BF16 ``[layers, n + 1, 2, kv_heads, head_dim]``; axis 2 is K, V.
-        pages: int32 ``[n + 1]``, the page whose first token an entry holds, or 0 if free.
-        entry: int32 ``[pages + 1]``, the entry of a page; or 0.
+        pages: int32 ``[n + 1]``, the page whose first token an entry holds, or 0 if the entry is free.
+        entry: int32 ``[pages + 1]``, the entry of a page, or 0 if it has none.
         stamp: int64 ``[n + 1]``, the plan step in which an entry's page last lost its BF16 copy.
     """
 
@@ -74,9 +75,9 @@ class SinkTokenCache:
         return self.entry[pages] > 0
 
     def first_of_each(self, pages: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-        """Marks, bool ``[m]``, the first mention of each page that is ``wanted`` and has an entry.
+        """Returns bool ``[m]``: True at the first occurrence of each page that is ``wanted`` and has an entry.
 
-        pages: int64 ``[m]``; wanted: bool ``[m]``.
+        pages: int64 ``[m]``, may repeat pages; wanted: bool ``[m]``.
         """
         order = torch.arange(len(pages), device=pages.device)
         found = torch.full_like(self.stamp, len(pages))
@@ -94,13 +95,14 @@ class SinkTokenCache:
         step: int,
         spared: torch.Tensor | None = None,
     ) -> None:
-        """Keeps first tokens of the ``wanted`` pages, int64 ``[m]``, each once; the earlier ones if not all fit.
+        """Keeps the first tokens of those ``pages`` that are ``wanted``; of the earlier ones if not all fit.
 
         Args:
+            pages: int64 ``[m]``, all different where wanted; wanted: bool ``[m]``.
             tokens: BF16 ``[layers, m, 2, kv_heads, head_dim]``.
             page_slot: int ``[pages + 1]``, above 0 for pages that have a BF16 copy now.
-            step: the plan's step; entries stamped in it are not taken.
-            spared: bool ``[n + 1]``, entries that are not taken either.
+            step: the plan's step; entries stamped in this step are not taken from their pages.
+            spared: bool ``[n + 1]``, other entries that are not taken from their pages.
         """
         entries = torch.where(wanted, self.entries(pages), 0)
         # index_fill_: assigning a Python number by index waits for the device.
@@ -126,7 +128,7 @@ class SinkTokenCache:
         self.entry.index_fill_(0, pages, 0)
 
     def move(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Gives the entries of pages ``source`` int64 ``[m]`` to pages ``target``, which have none; 0 for none."""
+        """Gives the entries of pages ``source`` int64 ``[m]`` to pages ``target``, which have none; 0 is skipped."""
         entries = self.entries(source)
         self.entry[target] = entries.int()
         self.pages[entries] = target.int()

@@ -20,7 +20,7 @@ def upload(numbers: np.ndarray, device: torch.device) -> torch.Tensor:
 
 
 def to_device(parts: list[np.ndarray], device: torch.device) -> list[torch.Tensor]:
-    """Copies int64 vectors to the device at once, each aligned to 16 bytes; the host does not wait."""
+    """Copies int64 vectors to the device in one copy, each aligned to 16 bytes; the host does not wait."""
     sizes = [len(part) for part in parts]
     room = [-(-size // _ALIGNED) * _ALIGNED for size in sizes]
     host = torch.zeros(sum(room), dtype=torch.int64, pin_memory=device.type == "cuda")
@@ -30,9 +30,9 @@ def to_device(parts: list[np.ndarray], device: torch.device) -> list[torch.Tenso
 
 
 class LateCopy:
-    """Device counters that the host reads some time after asking for them, so that it never waits.
+    """Device counters that the host reads some time after asking for them, so that the host never waits.
 
-    On a CPU it reads the current values.
+    On a CPU the host reads the current values.
 
     Args:
         source: returns the counters, int64 ``[n]`` on the device.
@@ -48,7 +48,7 @@ class LateCopy:
             self._host, self._copied = torch.zeros_like(source(), device="cpu", pin_memory=True), torch.cuda.Event()
 
     def ask(self) -> None:
-        """Begins a copy behind the current stream's work, unless one is under way or was begun a moment ago."""
+        """Begins a copy after the current stream's work, unless one is under way or began less than ``seconds`` ago."""
         now = time.monotonic()
         if self._asked or (self._host is not None and now < self._next):
             return
@@ -58,7 +58,7 @@ class LateCopy:
             self._copied.record()
 
     def arrived(self) -> list[int] | None:
-        """Returns the counters once they have arrived; None before that, and until the next ``ask``."""
+        """Returns the counters, once for each copy; None while the copy is under way, or if none was begun."""
         if not self._asked or (self._copied is not None and not self._copied.query()):
             return None
         self._asked = False

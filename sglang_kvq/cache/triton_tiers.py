@@ -1,4 +1,4 @@
-"""``TierManager`` on a GPU, or in Triton's interpreter for tests: the same decisions, bit for bit, in few launches."""
+"""``TierManager`` on a GPU, or in Triton's interpreter for tests: makes the same decisions in few launches."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from sglang_kvq.kernels.tiers.tables import Tables, TierTables
 
 
 class TritonTierManager(TierManager):
-    """Plans in two launches, one more per record store, and two for formats that keep first tokens.
+    """Plans a batch in two launches, one more per record store, and two more for formats that keep first tokens.
 
-    1. ``give_bf16_pages``: lengths, stamps, pins; BF16 pages for pages about to be written; entries for first tokens of
-       pages that lost theirs.
-    2. ``set_ranges``: the ranges that the batch reads from records.
-    3. ``quantize_slots``: pages that both found to be without a record, for all layers.
-    4. ``keep_sink_tokens``: first tokens of pages that lost their BF16 copy.
-    5. ``restore_pages``: first pages that a prefill reads, in the BF16 pages from step 1.
+    1. ``give_bf16_pages`` updates lengths and stamps, and finds pinned pages. It gives BF16 pages to pages about to be
+       written, and first-token entries to pages that lost their BF16 copies.
+    2. ``set_ranges`` sets the ranges that the batch reads from records.
+    3. ``quantize_slots`` quantizes, in all layers, the pages that steps 1 and 2 found without a record.
+    4. ``keep_sink_tokens`` copies the first tokens of pages that lost their BF16 copies.
+    5. ``restore_pages`` rebuilds the first pages that a prefill reads, in the BF16 pages from step 1.
 
-    If the scheduler recorded events since the last plan, ``apply_events`` and its copies come first.
+    If the scheduler has recorded events since the last plan, ``apply_events`` and its copies come first.
     """
 
     def _set_up(self) -> None:
@@ -98,7 +98,7 @@ class TritonTierManager(TierManager):
             self._compile()
 
     def _compile(self) -> None:
-        """Plans padding, which changes nothing, so that the first request does not wait for the compiler."""
+        """Plans a batch of padding, so that the first request does not wait for the compiler. Changes no state."""
         row = torch.zeros(1, dtype=torch.int64, device=self.pool.device)
         self.pending.free_rows([0])
         self.plan_extend(row, row, row + 1, PAGE_SIZE, row[:0])
@@ -123,7 +123,7 @@ class TritonTierManager(TierManager):
             restored = torch.empty(len(rows), dtype=torch.int32, device=rows.device)
         give_bf16_pages(tables, rows, prefix_lens, seq_lens, direct_pages, self.steps, self.first_slot, count, restored)
         set_ranges(tables, rows, prefix_lens, seq_lens, max_len, self.steps)
-        # Pages whose BF16 copies were just given away are still in them: the batch writes later.
+        # BF16 pages that were just reassigned still hold the old content, because the batch writes them later.
         self.quantize_slots(found.slots, found.pages, found.count)
         if self.sink_cache is not None:
             lost = (found.lost_slots, found.lost_entries, found.lost_count)

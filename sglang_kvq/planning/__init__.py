@@ -1,1 +1,1 @@
-"""``kvq plan``: what fits on GPUs that need not be here, in BF16, in FP8 and with each method."""
+"""``kvq plan`` computes what fits on any GPUs, in BF16, in FP8 and with each method; it needs no GPU."""

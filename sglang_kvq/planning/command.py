@@ -1,4 +1,4 @@
-"""The command ``kvq plan``: its options, and the plan in words or as JSON."""
+"""The command ``kvq plan``: parses its options and prints the plan as text or JSON."""
 
 from __future__ import annotations
 
@@ -76,10 +76,10 @@ def plan(
 
 
 def parse_tokens(flag: str, text: str) -> int:
-    """Returns a number of tokens: ``32768``, ``32K``, ``1M``.
+    """Parses a number of tokens: ``32768``, ``32K``, ``1M``.
 
     Raises:
-        KVQuantError: not such a number, or 0.
+        KVQuantError: ``text`` is not such a number, or is 0.
     """
     match = re.fullmatch(r"(\d{1,12})([KM]?)", text.upper())
     tokens = int(match[1]) * _UNITS[match[2]] if match else 0
@@ -89,12 +89,12 @@ def parse_tokens(flag: str, text: str) -> int:
 
 
 def short(tokens: int) -> str:
-    """Returns a context in thousands, as ``parse_tokens`` takes it."""
+    """Formats a number of tokens, as ``32K`` if it is a multiple of 1024."""
     return f"{tokens >> 10}K" if tokens % 1024 == 0 else f"{tokens:,}"
 
 
 def serving(planner: Planner, row: Row, flags: list[str]) -> list[str]:
-    """Returns the commands that serve a row: to calibrate, if no rotations are known, then to serve."""
+    """Returns the command that serves with a row's settings, after ``kvq calibrate`` if no rotations are known."""
     place, commands = planner.place, []
     words = ["python", "-m", "sglang.launch_server", "--model-path", planner.path, *flags, "--kv-quant", row.name]
     if row.setting is not None:
@@ -154,7 +154,7 @@ def _table(planner: Planner, rows: list[Row]) -> Table:
 
 
 def _advice(planner: Planner, best: Row | None, flags: list[str]) -> Iterator[str]:
-    """Says what the columns mean, what serves the wish, and with which command."""
+    """Yields lines that explain the columns and name the method and the command that serve the wish."""
     yield "bits: of an element of the history. at: requests of so many tokens at once."
     wish = planner.wish
     if wish is None:

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from sglang_kvq.errors import KVQuantError, unknown
 
 GIB = 1 << 30
-#: Bytes that the driver and a CUDA context take before a server loads anything.
+#: Bytes of GPU memory that the driver and a CUDA context take before a server loads anything.
 CONTEXT_BYTES = int(1.4 * GIB)
-#: MiB that ``nvidia-smi`` shows, and the data sheet's TB/s.
+#: Memory in MiB as ``nvidia-smi`` shows it, and memory bandwidth in TB/s from the data sheet.
 KNOWN = {
     "a100": (81_920, 2.039),
     "a100-40gb": (40_960, 1.555),
@@ -36,10 +36,10 @@ class Gpu:
 
 
 def find_gpu(name: str) -> Gpu:
-    """Returns the GPU of a name, or one described as ``GIB:TB/S``.
+    """Returns the known GPU with this name, or one described as ``GIB:TB/S``.
 
     Raises:
-        KVQuantError: neither; the message names the known ones.
+        KVQuantError: ``name`` is neither; the message lists the known names.
     """
     if name.lower() in KNOWN:
         mib, bandwidth = KNOWN[name.lower()]

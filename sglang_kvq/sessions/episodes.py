@@ -1,9 +1,9 @@
-"""Episodes of a conversation (EpiCache, arXiv 2509.17396): k-means clusters of its segments, and how one is built.
+"""Episodes of a conversation (EpiCache, arXiv 2509.17396): k-means clusters of its segments, and steps to build them.
 
-An episode is built by a chain of ordinary requests ``[prefix | block | patched prompt]``. After each, every layer and
-KV head keeps its own ``budget`` of the tokens of prefix and block. These are a prefix cached under the step's ``name``,
-a hash of all that its content follows from: equal histories share episodes, a fork is free, and building again what was
-evicted gives the same names.
+An episode is built by a chain of ordinary requests ``[prefix | block | patched prompt]``. After each request, every
+layer and KV head keeps ``budget`` tokens of prefix and block, each its own choice. The kept tokens become a prefix that
+is cached under the step's ``name``, a hash of everything that determines its content. So equal histories share
+episodes, a branch of a conversation costs nothing extra, and an evicted episode gets the same name when it is rebuilt.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from sglang_kvq.errors import KVQuantError
 from sglang_kvq.sessions.config import PROMPT_TOKENS
 from sglang_kvq.sessions.embedding import unit
 
-#: Runs of k-means from other starting points, of which the best counts.
+#: Runs of k-means from different starting points; the best result is used.
 STARTS = 10
-#: Segments that stand for an episode in its patched prompt, and the longest such prompt in tokens.
+#: Most segments that represent an episode in its patched prompt.
 MEDOIDS = 8
-#: Growth after which a conversation is divided into episodes again.
+#: Factor by which a conversation grows before it is divided into episodes again.
 GROWTH = 2.0
-#: Memory of a prompt beside its tokens.
+#: Bytes of a patched prompt in addition to its tokens.
 BYTES = 256
 INSTRUCTION = "\n\nWhat matters in the parts of this conversation that follow? Recall every fact in them.\n\n"
 
@@ -35,8 +35,8 @@ class Episodes:
     """Assignment of segments to episodes.
 
     Attributes:
-        labels: int64 ``[segments]``, from 0 to episodes - 1, each of which occurs.
-        centroids: float32 ``[episodes, D]``, of length 1.
+        labels: int64 ``[segments]``, the episode of each segment, from 0; every episode occurs.
+        centroids: float32 ``[episodes, D]``, rows of length 1.
     """
 
     labels: np.ndarray
@@ -46,22 +46,22 @@ class Episodes:
         return len(self.centroids)
 
     def nearest(self, question: np.ndarray) -> int:
-        """The episode whose centroid is nearest to a question, float32 ``[D]`` (EpiCache)."""
+        """Returns the episode whose centroid is nearest to a question's embedding, float32 ``[D]`` (EpiCache)."""
         return int((self.centroids @ question).argmax())
 
     def members(self, episode: int) -> np.ndarray:
-        """Its segments, in order of the conversation."""
+        """Returns the segments of an episode, in order of the conversation."""
         return np.flatnonzero(self.labels == episode)
 
 
 def cluster(embeddings: np.ndarray, episodes: int, seed: int = 0) -> Episodes:
-    """At most ``episodes`` clusters of segments, fewer if there are fewer different segments.
+    """Divides segments into at most ``episodes`` clusters; fewer if fewer segments differ.
 
     Args:
         embeddings: float32 ``[segments, D]``, rows of length 1.
 
     Raises:
-        KVQuantError: no segments, fewer than one episode, or scikit-learn is missing.
+        KVQuantError: there are no segments, ``episodes`` is below 1, or scikit-learn is missing.
     """
     if embeddings.ndim != 2 or not len(embeddings):
         raise KVQuantError(f"embeddings of shape {embeddings.shape}: clustering needs [segments, D], one or more.")
@@ -72,7 +72,7 @@ def cluster(embeddings: np.ndarray, episodes: int, seed: int = 0) -> Episodes:
         labels = np.zeros(len(embeddings), dtype=np.int64)
     else:
         labels = _k_means(embeddings, count, seed)
-    # Numbered by first occurrence: k-means' own numbers mean nothing.
+    # Number clusters by first occurrence, because k-means numbers them arbitrarily.
     _, first, labels = np.unique(labels, return_index=True, return_inverse=True)
     labels = np.argsort(np.argsort(first))[labels].astype(np.int64)
     means = np.stack([embeddings[labels == e].mean(0) for e in range(int(labels.max()) + 1)])
@@ -90,10 +90,13 @@ def _k_means(embeddings: np.ndarray, count: int, seed: int) -> np.ndarray:
 
 
 def medoids(embeddings: np.ndarray, episodes: Episodes, episode: int, count: int) -> np.ndarray:
-    """The ``count`` segments of an episode nearest to its centroid, in order of the conversation: int64 ``[<= count]``.
+    """Returns the ``count`` segments of an episode nearest to its centroid, in order of the conversation.
+
+    Returns:
+        int64 ``[<= count]``.
 
     Raises:
-        KVQuantError: a count below 1, or no such episode.
+        KVQuantError: ``count`` is below 1, or there is no such episode.
     """
     if count < 1 or not 0 <= episode < len(episodes):
         raise KVQuantError(f"{count} medoids of episode {episode}: there are {len(episodes)} episodes.")
@@ -103,20 +106,21 @@ def medoids(embeddings: np.ndarray, episodes: Episodes, episode: int, count: int
 
 
 def patched_prompt(segments: Sequence[str]) -> str:
-    """An instruction followed by the segments that stand for the episode (its medoids), in order."""
+    """Returns an instruction followed by the segments that represent the episode (its medoids), in order."""
     return INSTRUCTION + "\n".join(segments)
 
 
 @dataclass(eq=False)
 class EpisodesOfSession:
-    """Clusters of a conversation's segments, made when a block is first folded, and again when it has doubled.
+    """Clusters of a conversation's segments, made when a block is first folded, and again when the segments double.
 
-    In between prompts stay as they are, so that new blocks are folded into the episodes that there are.
+    In between, the patched prompts do not change, so that new blocks are folded into the existing episodes.
 
     Attributes:
-        segments: that were divided; 0 before.
-        tokens: of these segments.
-        clusters, prompts: of them.
+        segments: number of segments that were clustered; 0 before the first clustering.
+        tokens: number of tokens of these segments.
+        clusters: their clusters.
+        prompts: token ids of patched prompts, by episode.
         answered: the episode that the last request read.
     """
 
@@ -127,22 +131,22 @@ class EpisodesOfSession:
     answered: int | None = None
 
     def keep(self, tokens: int) -> None:
-        """Only the first ``tokens`` of the conversation are still what they were."""
+        """Forgets the clusters if they contain more than the first ``tokens`` tokens, because the rest has changed."""
         if tokens < self.tokens:
             self.segments, self.tokens, self.clusters, self.answered = 0, 0, None, None
             self.prompts = {}
 
     def copy(self) -> EpisodesOfSession:
-        """A copy that may change independently."""
+        """Returns a copy that may change independently."""
         return replace(self, prompts=dict(self.prompts))
 
     def divide(self, rows: np.ndarray, count: int, tokens: int) -> Episodes:
-        """Clusters of the conversation's segments so far.
+        """Returns clusters of the conversation's segments; reuses existing ones until the conversation has doubled.
 
         Args:
-            rows: float32 ``[segments, D]``, of length 1, one at least.
-            count: episodes at most.
-            tokens: of these segments.
+            rows: embeddings of all segments so far, float32 ``[segments, D]``, of length 1; at least one.
+            count: the most episodes.
+            tokens: number of tokens of these segments.
         """
         if self.clusters is None or len(rows) >= GROWTH * self.segments:
             self.clusters, self.segments, self.tokens = cluster(rows, count), len(rows), tokens
@@ -151,18 +155,19 @@ class EpisodesOfSession:
 
     @property
     def nbytes(self) -> int:
-        """Memory of its arrays."""
+        """Bytes of clusters and prompts."""
         clusters = 0 if self.clusters is None else self.clusters.labels.nbytes + self.clusters.centroids.nbytes
         return clusters + sum(BYTES + prompt.nbytes for prompt in self.prompts.values())
 
     def prompt(
         self, number: int, rows: np.ndarray, text: Callable[[int], str], encode: Callable[[str], list[int]]
     ) -> np.ndarray:
-        """The patched prompt of an episode: int64 ``[<= PROMPT_TOKENS]``.
+        """Returns the patched prompt of an episode: int64 ``[<= PROMPT_TOKENS]``.
 
         Args:
-            rows: as of ``divide``.
-            text: of a segment, by number; encode: a text's token ids.
+            number: the episode.
+            rows: see ``divide``.
+            text: returns a segment's text; encode: returns a text's token ids.
         """
         assert self.clusters is not None
         if number not in self.prompts:
@@ -174,7 +179,7 @@ class EpisodesOfSession:
 
 @dataclass(frozen=True)
 class ChainPlan:
-    """Sizes in tokens, multiples of ``PAGE_SIZE``.
+    """Sizes of a chain in tokens, multiples of ``PAGE_SIZE``.
 
     Attributes:
         budget: tokens that an episode keeps (M).
@@ -182,7 +187,8 @@ class ChainPlan:
         pinned: first tokens that every head keeps: sinks and the system prompt.
 
     Raises:
-        KVQuantError: a size that is no multiple of a page, no block, or nothing beside the pinned tokens.
+        KVQuantError: a size is not a multiple of ``PAGE_SIZE``, budget or block is 0, or the budget holds only pinned
+            tokens.
     """
 
     budget: int
@@ -198,18 +204,20 @@ class ChainPlan:
             raise KVQuantError(f"a budget of {self.budget} tokens holds only the {self.pinned} pinned ones: raise it.")
 
     def folded(self, tokens: int) -> int:
-        """Tokens of a history of so many that are folded: whole blocks up to its end, none while all fit the budget."""
+        """Returns how many of a history's ``tokens`` are folded: all whole blocks; none if these fit the budget."""
         whole = tokens // self.block * self.block
         return whole if whole > self.budget else 0
 
 
 @dataclass(frozen=True)
 class Step:
-    """One step of a chain: the block ``[start, end)`` of the history joins ``prefix`` tokens cached under ``before``.
+    """One step of a chain: folds the prefix and the next block of the history into a new prefix.
 
     Attributes:
         before: namespace of the prefix: the client's own for the first step, else the name of the step before.
         name: namespace of the result.
+        prefix: number of tokens of the prefix.
+        start, end: the block ``[start, end)`` of the history.
     """
 
     before: str | None
@@ -220,7 +228,7 @@ class Step:
 
     @property
     def offset(self) -> int:
-        """Positions by which the request's tokens after the prefix stand further than their place in the request."""
+        """Number to add to the indices of the request's tokens after the prefix to get their positions."""
         return self.start - self.prefix
 
 
@@ -233,13 +241,14 @@ def chain(
     namespace: str | None,
     method: str,
 ) -> list[Step]:
-    """The steps that fold a history into one episode, in order; none while it fits the budget.
+    """Returns the steps that fold a history into one episode, in order; none if the history fits the budget.
 
     Args:
-        history: int token ids, at least ``plan.folded(len(history))`` of which count.
+        history: int token ids; the first ``plan.folded(len(history))`` are folded.
         prompt: ids of the episode's patched prompt.
-        namespace: in which the history itself is cached.
-        method: what the cache's content depends on beside tokens: method, bits, rotations, model.
+        tenant: owner of the episode; tenants share no episodes.
+        namespace: the namespace in which the history itself is cached.
+        method: everything else that determines the cache's content: method, bits, rotations, model.
     """
     end = plan.folded(len(history))
     fixed = hashlib.sha256("\0".join((tenant, namespace or "", method)).encode())
@@ -256,9 +265,9 @@ def chain(
 
 
 def stand_ins(history: np.ndarray, plan: ChainPlan) -> np.ndarray:
-    """Ids int64 ``[budget]`` that stand for an episode's tokens in requests: the first ones of its history.
+    """Returns placeholder ids for an episode in requests: the first ids of its history, int64 ``[budget]``.
 
-    In an episode's namespace they mean its pages, which hold other tokens in every layer and head.
+    In the episode's namespace these ids lead to its pages, which hold different tokens in every layer and head.
     """
     return np.asarray(history[: plan.budget], dtype=np.int64)
 
@@ -268,6 +277,6 @@ def _bytes(tokens: np.ndarray) -> bytes:
 
 
 def step_ids(step: Step, history: np.ndarray, prompt: np.ndarray, plan: ChainPlan) -> np.ndarray:
-    """Ids of a step's request: what stands for its prefix, its block, its prompt: int64 ``[n]``."""
+    """Returns the token ids of a step's request, int64 ``[n]``: prefix (or placeholders), block, patched prompt."""
     before = history[: step.prefix] if step.offset == 0 else stand_ins(history, plan)
     return np.concatenate([before, history[step.start : step.end], prompt]).astype(np.int64)

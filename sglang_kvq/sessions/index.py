@@ -1,7 +1,7 @@
-"""Search index of a conversation's pages: their embeddings, and the runs of letters in them (Okapi BM25).
+"""Search index of a conversation's pages: their embeddings, and the runs of letters in their texts (Okapi BM25).
 
-Robertson and Zaragoza, 2009: texts that share a question's rare terms score high. Items lie in blocks that never
-change, so copies share them, and a branch costs what is new in it.
+BM25 (Robertson and Zaragoza, 2009) gives high scores to texts that share a question's rare terms. Items are stored in
+blocks that never change, so copies of an index share blocks, and a branch needs memory only for its new items.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ import numpy as np
 
 from sglang_kvq.errors import KVQuantError
 
-#: Items of a block; all blocks but the last are full.
+#: Items per block; all blocks but the last are full.
 SIZE = 64
 #: Terms are runs of so many letters within a word: "painted" and "painting" share three of four.
 LETTERS = 4
-#: Terms are hashed to numbers of so many bits. They share 32 bits with how often a term occurs in a text.
+#: Bits of the number to which a term is hashed; the other bits of 32 hold the number of times it occurs in a text.
 TERM_BITS = 20
 COUNT_BITS = 32 - TERM_BITS
-#: A term that a text repeats more often counts as if it occurred so often, which saturation makes nearly the same.
+#: Largest count of a term in a text. Higher counts are reduced to it, which changes little because counts saturate.
 MOST = (1 << COUNT_BITS) - 1
-#: Saturation of a term's repetitions, and discount of a long text's terms.
+#: BM25's parameters k1 (how soon repetitions of a term saturate) and b (how much long texts are discounted).
 SATURATION, LENGTH = 1.2, 0.75
-#: Numbers of a table that is searched at once: 1 MB, so that other threads wait for a millisecond at most.
+#: Numbers in a table that is searched at once: 1 MB, so that other threads wait for at most a millisecond.
 TABLE = 1 << 17
 
 
@@ -40,7 +40,10 @@ class Block(Protocol):
 
 
 class Sliceable(Block, Protocol):
-    """A block that makes others: a copy of items ``first`` to ``last``, and itself followed by ``other``."""
+    """A block that can be cut and joined.
+
+    ``part`` returns a copy of items ``first`` to ``last`` (excluded), ``joined`` a copy with ``other`` appended.
+    """
 
     def part(self: T, first: int, last: int) -> T: ...
 
@@ -51,7 +54,7 @@ T = TypeVar("T", bound=Sliceable)
 
 
 class Blocks(Generic[T]):
-    """Appending copies one block at most, so that growth takes linear time; a copy takes no item's memory."""
+    """A list of items in blocks. Appending copies at most one block, and copies of the list share the items' memory."""
 
     def __init__(self, blocks: Iterable[T] = ()) -> None:
         self.blocks = list(blocks)
@@ -68,7 +71,7 @@ class Blocks(Generic[T]):
         self.blocks += [items.part(at, min(at + SIZE, len(items))) for at in range(0, len(items), SIZE)]
 
     def first(self, count: int) -> Blocks[T]:
-        """The first ``count`` items, which share all blocks but one that is cut."""
+        """Returns a list of the first ``count`` items; it shares all blocks, except one that has to be cut."""
         if count >= len(self):
             return Blocks(self.blocks)
         whole, rest = divmod(count, SIZE)
@@ -80,9 +83,10 @@ class Terms:
     """Terms of consecutive texts.
 
     Attributes:
-        packed: uint32 ``[n]``, text after text: a term's number above ``COUNT_BITS`` bits, how often it occurs below.
-        ends: int32 ``[texts]``, where each text's terms end.
-        lengths: int32 ``[texts]``, how many terms each has, repetitions included.
+        packed: uint32 ``[n]``, text after text: a term's number in the upper ``TERM_BITS`` bits, its count in the lower
+            ``COUNT_BITS``.
+        ends: int32 ``[texts]``, the end of each text's terms in ``packed``.
+        lengths: int32 ``[texts]``, number of terms of each text, repetitions included.
     """
 
     packed: np.ndarray
@@ -97,14 +101,14 @@ class Terms:
         return self.packed.nbytes + self.ends.nbytes + self.lengths.nbytes
 
     def part(self, first: int, last: int) -> Terms:
-        """A copy of texts ``first`` to ``last``."""
+        """Returns a copy of texts ``first`` to ``last`` (excluded)."""
         start, end = (int(self.ends[at - 1]) if at else 0 for at in (first, last))
         return Terms(
             self.packed[start:end].copy(), self.ends[first:last] - np.int32(start), self.lengths[first:last].copy()
         )
 
     def joined(self, other: Terms) -> Terms:
-        """A copy with ``other``'s texts appended."""
+        """Returns a copy with ``other``'s texts appended."""
         return Terms(
             np.concatenate([self.packed, other.packed]),
             np.concatenate([self.ends, other.ends + np.int32(len(self.packed))]),
@@ -112,10 +116,13 @@ class Terms:
         )
 
     def found(self, number: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Where asked terms occur, by text: texts, terms as ``number`` has them, and how often each occurs.
+        """Finds the asked terms, text by text.
 
         Args:
-            number: int32 ``[1 << TERM_BITS]``, a number of each asked term, -1 of others.
+            number: int32 ``[1 << TERM_BITS]``, a number for each asked term, -1 for all others.
+
+        Returns:
+            For each occurrence: the text, the term's number, and its count in the text.
         """
         numbers = number[self.packed >> COUNT_BITS]
         at = np.flatnonzero(numbers >= 0)
@@ -123,10 +130,10 @@ class Terms:
 
 
 class Lexical:
-    """An index of texts that grows at its end; a conversation of 100,000 tokens answers in milliseconds.
+    """A BM25 index of texts, to which texts can be appended; searching 100,000 tokens takes milliseconds.
 
     Args:
-        letters: of a term; 0 for whole words.
+        letters: number of letters of a term; 0 for whole words.
 
     Raises:
         KVQuantError: scikit-learn is missing, or ``letters`` is below 0.
@@ -135,7 +142,7 @@ class Lexical:
     def __init__(self, letters: int = LETTERS) -> None:
         if letters < 0:
             raise KVQuantError(f"terms of {letters} letters: give 1 or more, or 0 for whole words.")
-        _hashing(letters)  # says at once what is missing
+        _hashing(letters)  # raises now if scikit-learn is missing
         self.letters = letters
         self.texts: Blocks[Terms] = Blocks()
 
@@ -143,21 +150,22 @@ class Lexical:
         return len(self.texts)
 
     def add(self, texts: Sequence[str]) -> None:
-        """Appends texts, in time linear in their length."""
+        """Appends texts; takes time linear in their length."""
         if texts:
             self.texts.add(split(texts, self.letters))
 
     def first(self, count: int) -> Lexical:
-        """An index of the first ``count`` texts, which shares their memory and grows by itself."""
+        """Returns an index of the first ``count`` texts; it shares their memory and grows independently."""
         made = Lexical(self.letters)
         made.texts = self.texts.first(count)
         return made
 
     def scores(self, question: str, run: int = 1) -> np.ndarray:
-        """Scores each run of ``run`` consecutive texts, as one text.
+        """Scores each run of ``run`` consecutive texts as if it were one text.
 
         Returns:
-            float64 ``[texts - run + 1]``, of fewer texts than ``run`` one number for all; 0 where nothing is shared.
+            float64 ``[texts - run + 1]``; one number for all texts if there are fewer than ``run``. 0 for runs that
+            share no term with the question.
 
         Raises:
             KVQuantError: ``run`` is below 1.
@@ -176,7 +184,7 @@ class Lexical:
         return np.bincount(at, weights=parts, minlength=len(lengths))
 
     def _occurrences(self, asked: np.ndarray, run: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Returns runs, their asked terms and the terms' counts: three arrays ``[n]``, by run."""
+        """Returns the asked terms in each run, ordered by run: three arrays ``[n]`` of runs, terms and counts."""
         number = np.full(1 << TERM_BITS, -1, np.int32)
         number[asked] = np.arange(len(asked))
         found, first = [], 0
@@ -201,7 +209,7 @@ class Lexical:
 
 
 def split(texts: Sequence[str], letters: int = LETTERS) -> Terms:
-    """Terms of each text; see ``Lexical``.
+    """Returns the terms of each text; see ``Lexical``.
 
     Raises:
         KVQuantError: scikit-learn is missing.
@@ -215,7 +223,7 @@ def split(texts: Sequence[str], letters: int = LETTERS) -> Terms:
 
 @functools.cache
 def _hashing(letters: int) -> Any:
-    """A scikit-learn vectorizer, which has no state."""
+    """Returns a scikit-learn vectorizer. It has no state, so one for each number of letters is enough."""
     try:
         from sklearn.feature_extraction.text import HashingVectorizer
     except ImportError as error:
@@ -233,19 +241,22 @@ def _hashing(letters: int) -> Any:
 
 
 def _concatenate(parts: Sequence[np.ndarray], dtype: Any) -> np.ndarray:
-    """One array; of no parts an empty one of ``dtype``."""
+    """Concatenates arrays; returns an empty array of ``dtype`` if there are none."""
     return np.concatenate(parts) if parts else np.empty(0, dtype)
 
 
 def runs(rows: np.ndarray, run: int) -> np.ndarray:
-    """Sums of ``run`` consecutive rows of ``[n, ...]``: ``[n - run + 1, ...]``, of fewer than ``run`` all in one."""
+    """Returns the sums of ``run`` consecutive rows of ``[n, ...]``: ``[n - run + 1, ...]``.
+
+    If there are fewer than ``run`` rows, the result is one sum of all rows.
+    """
     run = max(1, min(run, len(rows)))
     return np.asarray(sum(rows[at : len(rows) - run + 1 + at] for at in range(run)))
 
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """Embeddings: float16 ``[n, D]``. Their rounding is far below what tells one page from another."""
+    """A block of embeddings, float16 ``[n, D]``. Rounding errors are far below the differences between pages."""
 
     values: np.ndarray
 
@@ -257,29 +268,29 @@ class Rows:
         return self.values.nbytes
 
     def part(self, first: int, last: int) -> Rows:
-        """A copy of rows ``first`` to ``last``."""
+        """Returns a copy of rows ``first`` to ``last`` (excluded)."""
         return Rows(self.values[first:last].copy())
 
     def joined(self, other: Rows) -> Rows:
-        """A copy with ``other``'s rows appended."""
+        """Returns a copy with ``other``'s rows appended."""
         return Rows(np.concatenate([self.values, other.values]))
 
 
 @dataclass(frozen=True, eq=False)
 class NewPages:
-    """Pages that are about to enter an index."""
+    """Embeddings and terms of pages that are about to be added to an index."""
 
     rows: Rows
     terms: Terms
 
     @classmethod
     def made(cls, rows: np.ndarray, texts: Sequence[str]) -> NewPages:
-        """Pages of embeddings float ``[n, D]`` and as many texts."""
+        """Makes pages of embeddings, float ``[n, D]``, and as many texts."""
         return cls(Rows(rows.astype(np.float16)), split(texts))
 
 
 class PageIndex:
-    """Embeddings and letters of the same pages, which grow at their end."""
+    """Index of pages by embeddings and by letters; pages can be appended."""
 
     def __init__(self) -> None:
         self._rows: Blocks[Rows] = Blocks()
@@ -294,17 +305,17 @@ class PageIndex:
         self.letters.texts.add(pages.terms)
 
     def first(self, count: int) -> PageIndex:
-        """The first ``count`` pages, which share this index's memory and grow by themselves."""
+        """Returns an index of the first ``count`` pages; it shares this index's memory and grows independently."""
         made = PageIndex()
         made._rows, made.letters = self._rows.first(count), self.letters.first(count)
         return made
 
     def rows(self) -> np.ndarray:
-        """All embeddings: float32 ``[pages, D]``, ``[0, 0]`` of none. A copy."""
+        """Returns a copy of all embeddings, float32 ``[pages, D]``; ``[0, 0]`` if there are no pages."""
         values = [block.values for block in self._rows.blocks]
         return np.concatenate(values, dtype=np.float32) if values else np.empty((0, 0), np.float32)
 
     def blocks(self) -> Iterator[Block]:
-        """Owners of the memory; indexes that share memory share owners."""
+        """Yields the blocks that own the index's memory; indexes that share memory yield the same blocks."""
         yield from self._rows.blocks
         yield from self.letters.texts.blocks

@@ -1,4 +1,4 @@
-"""Messages from the router to the scheduler, each one string in a request's ``custom_params``."""
+"""Messages from the router to the scheduler; each is one string in a request's ``custom_params``."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ import numpy as np
 from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.errors import KVQuantError
 
-#: Entries of ``custom_params``, which no client may set.
+#: Keys of the messages in ``custom_params``; no client may set them.
 SELECTION, FOLD, PREFIX = "kvq_selection", "kvq_fold", "kvq_prefix"
-#: Prefix of the names of selections; no client may use such a namespace.
+#: Prefix of the namespaces of selections; no client may use such a namespace.
 NAME_PREFIX = "kvq-pages-"
-#: In the error of a request whose history was evicted: the router then has it computed again.
+#: Part of the error message of a request whose history was evicted; the router then has the history computed again.
 GONE = "no longer cached"
-#: In the error of a request whose history and copies exceed the whole cache: the router then reads the prompt whole.
+#: Part of the error message of a request whose history and copies exceed the whole cache; the router then sends the
+#: whole prompt.
 TOO_SMALL = "is too small for"
-#: Tokens of a history that are encoded at once; a multiple of 3, so that their codes join.
+#: Tokens of a history that are encoded at once; a multiple of 3, so that the base64 texts can be joined.
 _PART = 3 << 14
 
 T = TypeVar("T")
@@ -30,20 +31,20 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False)
 class Selection:
-    """Pages of a prefix that is cached under another name.
+    """Message: this request begins with chosen pages of a history that is cached in another namespace.
 
-    The request's own first tokens are ``tokens``, in its own namespace ``name``; the ones after them stand where they
-    would behind the whole history, ``offset`` positions further than their place in the request.
+    The request's first tokens are ``tokens``, in the namespace ``name``. The tokens after them have the positions that
+    they would have after the whole history: ``offset`` more than their index in the request.
 
     Attributes:
-        history: token ids of the whole prefix, a multiple of ``PAGE_SIZE`` of them: int32 ``[tokens]``, or what can be
-            made into that.
-        namespace: the ``extra_key`` under which it is cached.
-        pages: ascending indices of its pages: int32 ``[pages]``, or what can be made into that.
-        owner: whose copies of the pages these are; others make their own.
+        history: token ids of the whole history, int32 ``[tokens]`` or convertible to that; whole pages.
+        namespace: the ``extra_key`` under which the history is cached.
+        pages: ascending indices of the chosen pages, int32 ``[pages]`` or convertible to that.
+        owner: owner of the copies of these pages; other owners get separate copies.
 
     Raises:
-        KVQuantError: the history ends within a page, or pages are none, not ascending or not in it.
+        KVQuantError: the history ends within a page; or there are no pages, they do not ascend, or are not in the
+            history.
     """
 
     history: np.ndarray
@@ -73,7 +74,7 @@ class Selection:
 
     @property
     def name(self) -> str:
-        """A namespace in which the chosen tokens mean these pages and nothing else."""
+        """A namespace for exactly this choice: a hash of all fields, so the chosen tokens mean these pages only."""
         digest = hashlib.sha256()
         for part in (self.history.data, self.pages.data, json.dumps([self.namespace, self.owner]).encode()):
             digest.update(memoryview(part).nbytes.to_bytes(8, "little"))
@@ -81,8 +82,8 @@ class Selection:
         return f"{NAME_PREFIX}{digest.hexdigest()}"
 
     def encode(self) -> str:
-        """Returns the message as one string, which survives the way to the scheduler."""
-        # The history follows in parts: a thread that makes a long one lets others run between them.
+        """Returns the message as one string, a form that reaches the scheduler unchanged."""
+        # The history is encoded in parts, so that other threads can run in between if it is long.
         starts = range(0, len(self.history), _PART)
         parts = (base64.b64encode(self.history[at : at + _PART].tobytes()) for at in starts)
         head = json.dumps([self.namespace, self.owner, self.pages.tolist()])
@@ -90,10 +91,10 @@ class Selection:
 
     @classmethod
     def decode(cls, text: Any) -> Selection:
-        """The inverse of ``encode``.
+        """Inverts ``encode``.
 
         Raises:
-            KVQuantError: it is not; from outside nothing but the router may set it.
+            KVQuantError: ``text`` is not such a message, as if a client had set it.
         """
 
         def read() -> Selection:
@@ -106,19 +107,20 @@ class Selection:
 
 @dataclass(frozen=True)
 class Fold:
-    """When the request ends, chosen ones of its first tokens become a prefix of their own.
+    """Message: when this request finishes, keep chosen ones of its first tokens as a reusable prefix.
 
-    That prefix is found by the ids of the request's own first ``kept`` tokens, in the namespace ``name``: each KV head
-    has tokens of its own, so the ids only stand for them.
+    Requests find that prefix by the ids of this request's first ``kept`` tokens, in the namespace ``name``. These ids
+    are placeholders, because each KV head keeps different tokens.
 
     Attributes:
-        name: the ``extra_key`` of the new prefix; of whatever it was made from and how, and of nothing else.
-        length: tokens that are chosen from, the request's first; whole pages.
-        kept: how many are chosen, for each layer and KV head; whole pages.
-        pinned: first tokens that are chosen whatever their scores.
+        name: the ``extra_key`` of the new prefix, unique for its sources and the way in which it is made.
+        length: number of the request's first tokens to choose from; whole pages.
+        kept: number of tokens to keep, for each layer and KV head; whole pages.
+        pinned: number of first tokens that are kept whatever their scores.
 
     Raises:
-        KVQuantError: no name, or numbers that are no whole pages, or more to keep than there are.
+        KVQuantError: the name is empty, ``length`` or ``kept`` is not whole pages, or more tokens are to be kept or
+            pinned than there are.
     """
 
     name: str
@@ -138,12 +140,12 @@ class Fold:
             raise KVQuantError(f"a fold that keeps {self.kept} tokens, {self.pinned} of them pinned: pin fewer.")
 
     def encode(self) -> str:
-        """Returns the message as one string, which survives the way to the scheduler."""
+        """Returns the message as one string; see ``Selection.encode``."""
         return json.dumps(asdict(self))
 
     @classmethod
     def decode(cls, text: Any) -> Fold:
-        """The inverse of ``encode``; raises as ``Selection.decode``."""
+        """Inverts ``encode``; raises the errors of ``Selection.decode``."""
 
         def read() -> Fold:
             fields = json.loads(text)
@@ -154,17 +156,17 @@ class Fold:
 
 @dataclass(frozen=True)
 class FoldedPrefix:
-    """The first tokens of a request stand for an episode, which is cached in the request's namespace.
+    """Message: this request's first tokens are placeholders for an episode, which is cached in its namespace.
 
-    Their ids say where it is found, not what it holds: they must never be computed. The tokens after them stand where
-    they would behind the whole history.
+    The placeholder ids only serve to find the episode, so they must never be computed. The tokens after them have the
+    positions that they would have after the whole history.
 
     Attributes:
-        tokens: of the episode, the request's first; whole pages.
-        offset: positions by which the others stand further than their place in the request.
+        tokens: number of tokens of the episode, the first ones of the request; whole pages.
+        offset: number to add to the other tokens' indices in the request to get their positions.
 
     Raises:
-        KVQuantError: no whole pages, or an offset below 0.
+        KVQuantError: ``tokens`` is not whole pages, or the offset is negative.
     """
 
     tokens: int
@@ -178,12 +180,12 @@ class FoldedPrefix:
             )
 
     def encode(self) -> str:
-        """Returns the message as one string, which survives the way to the scheduler."""
+        """Returns the message as one string; see ``Selection.encode``."""
         return json.dumps(asdict(self))
 
     @classmethod
     def decode(cls, text: Any) -> FoldedPrefix:
-        """The inverse of ``encode``; raises as ``Selection.decode``."""
+        """Inverts ``encode``; raises the errors of ``Selection.decode``."""
 
         def read() -> FoldedPrefix:
             fields = json.loads(text)

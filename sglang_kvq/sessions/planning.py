@@ -1,4 +1,4 @@
-"""Plan of a prompt: where its question begins, what of its history has to be computed, and how much of it is read."""
+"""Plans a prompt: finds its question, and decides how much history must be computed and how many pages are read."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ import numpy as np
 
 from sglang_kvq.constants import PAGE_SIZE
 
-#: Last tokens of a prompt that stand for its question when nothing better is known, and at most.
+#: Most tokens of a question, counted from the prompt's end.
 QUESTION_TOKENS = 256
-#: Tokens that are compared first, then twice as many: most conversations that part do so early.
+#: Number of tokens in the first comparison; each further one compares twice as many, because most conversations that
+#: differ do so early.
 _COMPARED = 1 << 12
-#: Tokens that are compared at once, at most. Results of this size fit into memory in use; new memory takes longer than
-#: comparing.
+#: Most tokens that are compared at once. Results of this size fit into memory that the process already has; allocating
+#: more would take longer than comparing.
 _AT_ONCE = 1 << 16
 _FIRST = [{"role": "user", "content": "What is one?"}, {"role": "assistant", "content": "A number."}]
 _LAST = ("Two, please.", "And the fourth one?")
@@ -26,10 +27,10 @@ class Plan:
     """Plan for one prompt.
 
     Attributes:
-        tokens: of the prompt.
-        history: its first tokens, whole pages, of which some are chosen; 0 serves the prompt as it is.
-        compute: whether the history has to be computed (or found in the cache) before.
-        pages: of the history that may be chosen: fewer than it has, and 0 without a history.
+        tokens: number of tokens of the prompt.
+        history: number of first tokens, whole pages, from which pages are chosen; 0 serves the whole prompt.
+        compute: whether the history must first be computed (or found in the cache).
+        pages: number of pages to choose from the history, fewer than it has; 0 without a history.
     """
 
     tokens: int
@@ -39,26 +40,27 @@ class Plan:
 
     @property
     def tail(self) -> int:
-        """Tokens behind the history, at least one: computed with the chosen pages alone."""
+        """Number of tokens after the history, at least one; they are computed with the chosen pages only."""
         return self.tokens - self.history
 
     @property
     def hot(self) -> int:
-        """Tokens that are read when the answer begins."""
+        """Number of tokens that are read when the answer begins."""
         return self.pages * PAGE_SIZE + self.tail if self.history else self.tokens
 
 
 def plan(tokens: int, exact: int, question: int, *, budget: int, block: int) -> Plan:
-    """The plan of a prompt.
+    """Returns the plan of a prompt.
 
-    A tail of up to ``block`` tokens is left as it is. A longer one is computed with the whole history, so that it
-    becomes history itself, up to where the question begins; a question longer than the block up to its last block.
+    Tokens after the computed ones are the tail, if they are at most ``block``. Otherwise the tokens up to the question
+    are first computed with the whole history and become history themselves. If the question is longer than ``block``,
+    all but its last block is computed too.
 
     Args:
-        tokens: of the prompt, at least 1.
-        exact: how many of its first tokens are known to be computed, each with all before it.
-        question: where the question begins.
-        budget, block: of ``EpisodicConfig``, which has checked that they fit.
+        tokens: number of tokens of the prompt, at least 1.
+        exact: number of its first tokens that are known to be computed, each with all tokens before it.
+        question: index of the question's first token.
+        budget, block: see ``EpisodicConfig``, which has checked that they fit.
     """
     if tokens <= budget:
         return Plan(tokens)
@@ -77,10 +79,10 @@ class Template(Protocol):
 
 
 def user_turn(tokenizer: Template) -> np.ndarray:
-    """The tokens that the chat template puts before a later user message: int64 ``[n]``, empty if that cannot be told.
+    """Returns the tokens that the chat template puts before a later user message, int64 ``[n]``; empty if unknown.
 
-    Two conversations are rendered that differ in their last user message, and one without it: the marker is what the
-    first two have in common and the third has not.
+    To find them, two conversations with different last user messages are rendered, and one without that message. The
+    marker is the part that the first two share and the third does not have.
     """
     try:
         short = _render(tokenizer, _FIRST)
@@ -90,7 +92,7 @@ def user_turn(tokenizer: Template) -> np.ndarray:
     shared = common_length(*longer)
     start = common_length(short, longer[0])
     marker = longer[0][start:shared]
-    # Markers of one token may be a line break; the others occur in what users say only if they mean to.
+    # A marker of one token may be a line break. A longer one is in a user's text only if the user puts it there.
     return marker if len(marker) > 1 else np.empty(0, np.int64)
 
 
@@ -100,7 +102,7 @@ def _render(tokenizer: Template, conversation: list[dict[str, str]]) -> np.ndarr
 
 
 def occurrences(ids: np.ndarray, marker: np.ndarray) -> np.ndarray:
-    """Where ``marker`` begins in ``ids``, ascending: int64 ``[n]``."""
+    """Returns the indices at which ``marker`` begins in ``ids``, ascending: int64 ``[n]``."""
     if not len(marker) or len(marker) > len(ids):
         return np.empty(0, np.int64)
     last = len(ids) - len(marker) + 1
@@ -112,24 +114,25 @@ def occurrences(ids: np.ndarray, marker: np.ndarray) -> np.ndarray:
 
 
 def question_start(ids: np.ndarray, known: int, turns: np.ndarray) -> int:
-    """Where the question of a prompt begins.
+    """Returns the index at which the question of a prompt begins.
 
-    It is the last user message if that is new; otherwise what is new; at most the last ``QUESTION_TOKENS``.
+    The question is the last user message if that message is new, otherwise all new tokens. It has at most the last
+    ``QUESTION_TOKENS`` tokens.
 
     Args:
         ids: the prompt, ``[T]``.
-        known: tokens that it has in common with what the session said before.
-        turns: where user messages begin, ascending.
+        known: number of first tokens that the prompt shares with the session's earlier conversation.
+        turns: indices at which user messages begin, ascending.
     """
     least = max(0, len(ids) - QUESTION_TOKENS)
     last = int(turns[-1]) if len(turns) else -1
-    if last >= known or known >= len(ids):  # the same prompt once more asks what it asked
+    if last >= known or known >= len(ids):  # a repeated prompt has the same question
         return max(least, last)
     return max(least, known)
 
 
 def common_length(a: Sequence[int] | np.ndarray, b: Sequence[int] | np.ndarray) -> int:
-    """Tokens that two sequences have in common at their beginning."""
+    """Returns the length of the common beginning of two sequences."""
     n, start, length = min(len(a), len(b)), 0, _COMPARED
     while start < n:
         end = min(start + length, n)

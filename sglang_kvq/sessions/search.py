@@ -1,6 +1,6 @@
-"""Choice of the pages that a request reads of its history: sinks, the windows nearest to its question, the recent end.
+"""Chooses the pages that a request reads of its history: sinks, windows nearest to the question, and recent pages.
 
-A server sees tokens and no turns, so it looks for windows of whole pages.
+The server sees tokens, not turns, so the search is for windows of whole pages.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from sglang_kvq.sessions.embedding import unit
 from sglang_kvq.sessions.index import Lexical, PageIndex, runs
 from sglang_kvq.sessions.planning import Plan
 
-#: Pages of a window.
+#: Default number of pages of a window.
 WINDOW_PAGES = 2
-#: Windows that ``Choice.matches`` has at most.
+#: Most windows in ``Choice.matches``.
 MATCHES = 16
 
 
 @dataclass(frozen=True)
 class Match:
-    """A window that the last question read: tokens ``start`` to ``end`` (excluded), and its cosine to the question."""
+    """A window that the last request read: tokens ``start`` to ``end`` (excluded), and its cosine to the question."""
 
     start: int
     end: int
@@ -33,10 +33,10 @@ class Match:
 
 @dataclass(frozen=True, eq=False)
 class Question:
-    """A question as it is looked for.
+    """A question in the form that the search takes.
 
     Attributes:
-        row: its embedding, float32 ``[D]``; zeros for one without words.
+        row: embedding of the question, float32 ``[D]``; zeros if the question has no words.
     """
 
     text: str
@@ -45,11 +45,11 @@ class Question:
 
 @dataclass(frozen=True, eq=False)
 class Choice:
-    """The pages that are read of a history.
+    """The pages of a history that a request reads.
 
     Attributes:
         pages: int64 ``[plan.pages]``, ascending.
-        matches: windows among them, the nearest to the question first.
+        matches: windows whose first pages are among them, the nearest to the question first.
     """
 
     pages: np.ndarray
@@ -57,15 +57,15 @@ class Choice:
 
 
 def choose(question: Question, index: PageIndex, plan: Plan, *, size: int, sinks: int, recent: int) -> Choice:
-    """Sinks, the most recent pages, and the windows that are nearest to the question (``rank_windows``).
+    """Chooses sinks, the most recent pages, and the windows nearest to the question (``rank_windows``).
 
-    A question without words is near nothing: then the most recent pages are read. Takes 50 ms for 100,000 tokens.
+    For a question without words, the most recent pages are chosen instead of windows. Takes 50 ms for 100,000 tokens.
 
     Args:
-        index: of the history's pages.
+        index: the index of the history's pages.
         size: pages of a window.
-        sinks: first pages that are read in any case, if there is room for them beside a window.
-        recent: last pages that are read in any case.
+        sinks: number of first pages that are always read, as far as there is room for them besides one window.
+        recent: number of last pages that are always read.
     """
     spans, rows = windows(plan.history, size), index.rows()
     order = np.empty(0, np.int64)
@@ -86,13 +86,14 @@ def choose(question: Question, index: PageIndex, plan: Plan, *, size: int, sinks
 
 
 def windows(tokens: int, pages: int = WINDOW_PAGES) -> list[tuple[int, int]]:
-    """Token spans ``[start, end)`` of all runs of ``pages`` whole pages, one page after the other.
+    """Returns the token spans ``[start, end)`` of all windows of ``pages`` whole pages; each begins a page later.
 
-    They overlap, so that what is said across two pages is whole in some window. A history of fewer whole pages is one
-    window; one of none has none. More tokens append windows and change none, except the one of a short history.
+    Windows overlap, so that text across a page boundary is whole in some window. A history of fewer whole pages is one
+    window; a history without a whole page has none. If tokens are appended, windows are appended and none changes,
+    except the single window of a short history.
 
     Raises:
-        KVQuantError: fewer than one page, or than no tokens.
+        KVQuantError: ``pages`` is below 1 or ``tokens`` below 0.
     """
     if pages < 1 or tokens < 0:
         raise KVQuantError(f"windows of {pages} pages in {tokens} tokens: give 1 page or more, 0 tokens or more.")
@@ -104,18 +105,18 @@ def windows(tokens: int, pages: int = WINDOW_PAGES) -> list[tuple[int, int]]:
 def rank_windows(
     question: str, row: np.ndarray, pages: np.ndarray, index: Lexical, size: int = WINDOW_PAGES
 ) -> np.ndarray:
-    """Windows of pages, the first to be read first, by embeddings and letters: int64 ``[windows]``.
+    """Returns the windows of pages, best first, ranked by embeddings and letters: int64 ``[windows]``.
 
-    Numbers are those of ``windows(tokens, size)``. A page is embedded and indexed once; a window's embedding is the
-    mean of its pages', its terms are theirs together.
+    The numbers are indices into ``windows(tokens, size)``. Each page is embedded and indexed once. A window's embedding
+    is the mean of its pages' embeddings; its terms are the terms of all its pages.
 
     Args:
         row: the question's embedding, float32 ``[D]``.
-        pages: of the whole pages in order, float32 ``[pages, D]``.
-        index: of the same pages' texts.
+        pages: embeddings of the whole pages in order, float32 ``[pages, D]``.
+        index: the index of the same pages' texts.
 
     Raises:
-        KVQuantError: embeddings of as many pages as the index does not have, or a size below 1.
+        KVQuantError: ``pages`` and ``index`` have different lengths, or ``size`` is below 1.
     """
     if len(pages) != len(index):
         raise KVQuantError(f"embeddings of {len(pages)} pages beside an index of {len(index)}: give both of the same.")
@@ -124,16 +125,16 @@ def rank_windows(
 
 
 def fuse(*scores: np.ndarray) -> np.ndarray:
-    """Scores by several measures as one: float64 ``[items]``, the sum of each measure's standardized scores.
+    """Combines scores by several measures: returns the sum of each measure's standardized scores, float64 ``[items]``.
 
-    Measures of any scale go together, such as cosines of embeddings and ``Lexical.scores``. Where only a few stand
-    out by one, it decides about these.
+    Measures may have any scale, such as cosines of embeddings and ``Lexical.scores``. If only a few items stand out by
+    one measure, this measure decides about them.
 
     Args:
-        scores: float ``[items]`` each; a measure that tells nothing apart counts nothing.
+        scores: float ``[items]`` each; a measure with equal scores for all items has no effect.
 
     Raises:
-        KVQuantError: none, or of different lengths.
+        KVQuantError: there are no scores, or their lengths differ.
     """
     if not scores or len({len(of) for of in scores}) != 1:
         raise KVQuantError(f"fusing scores of {[len(of) for of in scores]} items: give one or more of equal length.")
@@ -147,18 +148,18 @@ def fuse(*scores: np.ndarray) -> np.ndarray:
 def choose_pages(
     ranked: Iterable[tuple[int, int]], tokens: int, budget: int, *, page: int, sink_pages: int, recent_pages: int
 ) -> np.ndarray:
-    """Page numbers in order, int64 ``[min(budget, pages)]``: always as many as the budget allows.
+    """Returns the chosen page numbers in order, int64 ``[min(budget, pages)]``; uses the whole budget.
 
     Args:
-        ranked: token spans ``[start, end)`` of the history's segments, the most wanted first. A segment whose pages do
-            not all fit gives those that do, its first ones first. Rest of the budget after all: the most recent pages.
-        tokens: of the history.
-        budget: pages in all.
+        ranked: token spans ``[start, end)`` of the history's segments, the most wanted first. If a segment does not fit
+            whole, its first pages are chosen. If budget is left after all segments, the most recent pages are chosen.
+        tokens: number of tokens of the history.
+        budget: number of pages to choose.
         page: tokens of a page.
-        sink_pages, recent_pages: always there, at both ends.
+        sink_pages, recent_pages: number of first and last pages that are always chosen.
 
     Raises:
-        KVQuantError: a budget that sinks and tail alone exceed, or a span outside the history.
+        KVQuantError: sinks and recent pages alone exceed the budget, or a span is outside the history.
     """
     count = -(-tokens // page)
     always = {*range(min(sink_pages, count)), *range(max(count - recent_pages, 0), count)}

@@ -1,4 +1,4 @@
-"""One session: the branches of its conversation, and what its last request read."""
+"""One session: the branches of its conversation, and the pages that its last request read."""
 
 from __future__ import annotations
 
@@ -18,26 +18,27 @@ from sglang_kvq.sessions.index import Block, PageIndex
 from sglang_kvq.sessions.planning import common_length, whole
 from sglang_kvq.sessions.search import Match
 
-#: Key that separates cached prefixes of equal tokens: ``extra_key`` and ``cache_salt``.
+#: A request's ``extra_key`` and ``cache_salt``; equal tokens in different namespaces share no cached prefix.
 Namespace: TypeAlias = tuple[str | None, str | None]
-#: Branches of a conversation that are remembered.
+#: Most branches of a conversation that are remembered.
 BRANCHES = 4
-#: Memory of a session, of each branch and of each block beside their arrays, and of each page or window that was read.
+#: Bytes of a session, a branch and a block in addition to their arrays, and of each page or window that was read.
 SESSION_BYTES, BRANCH_BYTES, BLOCK_BYTES, READ_BYTES = 1200, 700, 360, 40
 
 
 @dataclass(eq=False)
 class Branch:
-    """Text is the only thing that lasts: everything else is made from it.
+    """One course of a conversation. Everything here can be made again from the tokens.
 
     Attributes:
-        tokens: int32, what was said last: a prompt, or a prompt and its answer. Shared with who gave it.
-        asked: how many of them are the prompt.
-        namespace: under which ``exact`` holds.
-        exact: first tokens that were computed with all before them and entered SGLang's cache. They may have been
-            evicted since.
-        index: of the first whole pages; as many as are embedded.
-        episodes: of the policy epicache.
+        tokens: int32, the conversation up to the last request: a prompt, or a prompt and its answer. The caller's
+            array, not a copy.
+        asked: how many of these tokens are the prompt.
+        namespace: the namespace for which ``exact`` holds.
+        exact: number of first tokens that were computed, each with all tokens before it, and entered SGLang's cache.
+            They may have been evicted since.
+        index: index of the first whole pages, as far as they are embedded.
+        episodes: clusters of the conversation, for the policy ``epicache``.
     """
 
     tokens: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
@@ -46,11 +47,15 @@ class Branch:
     exact: int = 0
     index: PageIndex = field(default_factory=PageIndex, repr=False)
     episodes: EpisodesOfSession = field(default_factory=EpisodesOfSession)
-    #: The last array that was compared, and how many first tokens it shares. A turn asks several times.
+    #: The last array that was compared with ``tokens``, and the length of their common beginning. Kept because each
+    #: turn compares the same array several times.
     _compared: tuple[weakref.ref[np.ndarray], int] | None = field(default=None, repr=False)
 
     def common(self, ids: np.ndarray) -> int:
-        """First tokens that ``ids`` shares with what was said. Arrays of tokens are never written to again."""
+        """Returns how many first tokens ``ids`` shares with this branch.
+
+        The result is kept for the next call, because arrays of tokens are never modified.
+        """
         if _begin_alike(self.tokens, ids):
             return min(len(self.tokens), len(ids))
         if self._compared is not None and (other := self._compared[0]()) is not None and _begin_alike(other, ids):
@@ -62,15 +67,15 @@ class Branch:
         return same
 
     def goes_on(self, same: int) -> bool:
-        """Returns True if a prompt that shares ``same`` tokens continues this branch.
+        """Returns True if a prompt that shares ``same`` first tokens with this branch continues it.
 
-        It has to share the last prompt. A chat template may end a prompt otherwise once its answer follows, and an
-        answer may come back in other tokens, so the last page does not count.
+        The prompt must share the branch's last prompt, except for its last page. The end may differ, because a chat
+        template may render it differently once an answer follows, or because the answer is tokenized differently.
         """
         return same >= self.asked - PAGE_SIZE
 
     def follow(self, ids: np.ndarray, same: int, asked: int, namespace: Namespace) -> None:
-        """Goes on with ``ids``: first the ``same`` tokens that this branch shares with them, then others."""
+        """Makes ``ids`` the branch's tokens; keeps what is known about the first ``same`` tokens, which both share."""
         if len(self.index) > same // PAGE_SIZE:
             self.index = self.index.first(same // PAGE_SIZE)
         self.episodes.keep(same)
@@ -79,37 +84,37 @@ class Branch:
         self._compared = None
 
     def fork(self, ids: np.ndarray, same: int, asked: int, namespace: Namespace) -> Branch:
-        """Another branch that says ``ids`` and knows what this one knows of them."""
+        """Returns a new branch with the tokens ``ids``, and with all that this branch knows about their beginning."""
         made = Branch(self.tokens, self.asked, self.namespace, self.exact, self.index, self.episodes.copy())
         made.follow(ids, same, asked, namespace)
         return made
 
     def computed(self, ids: np.ndarray, namespace: Namespace) -> None:
-        """``ids``, whole pages, are cached now; what of them was said in this branch counts."""
+        """Records that ``ids``, whole pages, are now cached, as far as this branch begins with them."""
         if namespace == self.namespace:
             self.exact = max(self.exact, whole(self.common(ids)))
 
     def exact_of(self, ids: np.ndarray, namespace: Namespace) -> int:
-        """First tokens of ``ids`` that are known to be computed, in whole pages."""
+        """Returns how many first tokens of ``ids`` are known to be computed, in whole pages."""
         return whole(min(self.exact, self.common(ids))) if namespace == self.namespace else 0
 
     def learn(self, ids: np.ndarray, index: PageIndex) -> None:
-        """Takes over the index of the first pages of ``ids`` as far as it is longer and they were said here."""
+        """Takes over an index of the first pages of ``ids``, as far as this branch has them, if that is longer."""
         if len(index) > len(self.index) and (pages := min(self.common(ids) // PAGE_SIZE, len(index))) > len(self.index):
             self.index = index.first(pages)
 
     def blocks(self) -> Iterator[Block]:
-        """Owners of the index's memory, some of which branches may share."""
+        """Returns the blocks that own the index's memory; branches may share blocks."""
         return self.index.blocks()
 
     @property
     def nbytes(self) -> int:
-        """Memory of its own: without ``blocks``."""
+        """Bytes of tokens and episodes, without ``blocks``."""
         return self.tokens.nbytes + self.episodes.nbytes
 
 
 def _begin_alike(a: np.ndarray, b: np.ndarray) -> bool:
-    """Returns True if one array is the beginning of the other, in the same memory."""
+    """Returns True if both arrays begin at the same address, so that one is the beginning of the other."""
     places = (a.__array_interface__, b.__array_interface__)
     first, second = ((place["data"], place["typestr"], place["strides"]) for place in places)
     return bool(len(a) and len(b)) and first == second
@@ -119,22 +124,25 @@ def _begin_alike(a: np.ndarray, b: np.ndarray) -> bool:
 class Session:
     """State of one conversation of one tenant.
 
-    A request that goes on with no branch (a title, a summary, an edit, an older turn once more) makes one of its own
-    and leaves the others as they are. So the next request may go on with either.
+    A request that continues no branch (a title, a summary, an edit, an older turn again) begins a new branch and leaves
+    the others unchanged. So the next request may continue any of them.
 
     Attributes:
-        tenant: who it belongs to; "" where no key is sent.
-        id: the client's name for it.
-        branches: the one used last first.
-        hot: tokens that the last request read when its answer began.
-        history: of its prompt, tokens of which pages were chosen; 0 if it was read whole.
-        pages: of that history, those chosen.
-        matches: windows that these hold, the nearest to its question first.
-        requests, selected, rebuilt: requests; those with chosen pages; histories computed again as they were evicted.
-        used: when its last answer began or ended; answering: requests whose answers are made; preparing: those whose
-            next turn is.
-        planning: held while a prompt is looked at, so that requests of one session do so one after the other.
-        computing: held while a history is computed, so that none is computed twice at once.
+        tenant: the owner; "" if requests send no key.
+        id: the client's name for the session.
+        branches: the branch used last comes first.
+        hot: number of tokens that the last request read when its answer began.
+        history: number of tokens of the last prompt from which pages were chosen; 0 if the prompt was read whole.
+        pages: the pages that were chosen from this history.
+        matches: windows among these pages, the nearest to the question first.
+        requests: number of requests.
+        selected: number of requests with chosen pages.
+        rebuilt: number of histories that were computed again because they had been evicted.
+        created, used: times at which the session was created, and at which its last answer began or ended.
+        answering: number of requests whose answers are being generated.
+        preparing: number of requests whose next turn is being prepared.
+        planning: held while a prompt is planned, so that requests of one session are planned one after the other.
+        computing: held while a history is computed, so that no history is computed twice at the same time.
     """
 
     tenant: str
@@ -160,18 +168,21 @@ class Session:
         return self.branches[0]
 
     def nearest(self, ids: np.ndarray) -> tuple[Branch, int]:
-        """The branch that shares most tokens with ``ids``, of several one that they go on with; how many it shares."""
+        """Returns the branch that shares the most first tokens with ``ids``, and their number.
+
+        If several branches share as many, one that ``ids`` continues is preferred.
+        """
         found = [(branch, branch.common(ids)) for branch in self.branches]
         return max(found, key=lambda one: (one[1], one[0].goes_on(one[1])))
 
     def follow(self, ids: np.ndarray, namespace: Namespace, asked: int | None = None) -> int:
-        """Goes on with ``ids``, in the branch that they continue or in a new one.
+        """Continues the session with ``ids``, in the branch that they continue or in a new one.
 
         Args:
-            asked: tokens of the prompt, where an answer follows it.
+            asked: number of tokens of the prompt, if ``ids`` also contains the answer; None if not.
 
         Returns:
-            How many tokens were known.
+            The number of first tokens that were already known.
         """
         (branch, same), asked = self.nearest(ids), len(ids) if asked is None else asked
         if branch.goes_on(same):
@@ -180,48 +191,48 @@ class Session:
         else:
             branch = branch.fork(ids, same, asked, namespace)
             if len(self.branches) == BRANCHES:
-                # The longest is what costs most to make again, however many titles were asked for since.
+                # Of the two branches used longest ago, drop the shorter, because a longer one costs more to make again.
                 self.branches.remove(min(self.branches[-2:], key=lambda one: len(one.tokens)))
         self.branches.insert(0, branch)
         return same
 
     def computed(self, ids: np.ndarray, namespace: Namespace) -> None:
-        """``ids``, whole pages, are cached now; what of them was said in this session counts."""
+        """Records that ``ids``, whole pages, are now cached, as far as each branch begins with them."""
         for branch in self.branches:
             branch.computed(ids, namespace)
 
     def exact_of(self, ids: np.ndarray, namespace: Namespace) -> int:
-        """First tokens of ``ids`` that are known to be computed, in whole pages."""
+        """Returns how many first tokens of ``ids`` are known to be computed, in whole pages."""
         return max(branch.exact_of(ids, namespace) for branch in self.branches)
 
     def said(self, ids: np.ndarray, namespace: Namespace) -> int:
-        """First tokens of ``ids`` that a branch of this namespace still says."""
+        """Returns how many first tokens of ``ids`` a branch of this namespace still has."""
         return max((branch.common(ids) for branch in self.branches if branch.namespace == namespace), default=0)
 
     def lost(self) -> None:
-        """Nothing is known to be cached any more."""
+        """Forgets that tokens were cached."""
         for branch in self.branches:
             branch.exact = 0
 
     def index_of(self, ids: np.ndarray) -> PageIndex:
-        """An index of the first pages of ``ids`` that are known, which later requests do not change."""
+        """Returns an index of the known first pages of ``ids``; later requests do not change it."""
         branch, same = self.nearest(ids)
         return branch.index.first(same // PAGE_SIZE)
 
     def learn(self, ids: np.ndarray, index: PageIndex) -> None:
-        """Keeps what was embedded of the first pages of ``ids``."""
+        """Keeps an index of the first pages of ``ids``."""
         for branch in self.branches:
             branch.learn(ids, index)
 
     def divided(self, ids: np.ndarray, episodes: EpisodesOfSession) -> None:
-        """Keeps episodes of the first tokens of ``ids``, if those were said."""
+        """Keeps episodes of the first tokens of ``ids``, if the nearest branch still has all of these tokens."""
         branch, same = self.nearest(ids)
         if same >= episodes.tokens:
             branch.episodes = episodes
 
     @property
     def nbytes(self) -> int:
-        """Memory that forgetting this session frees."""
+        """Bytes that are freed if this session is forgotten."""
         blocks = {id(block): block for branch in self.branches for block in branch.blocks()}
         own = SESSION_BYTES + sys.getsizeof(self.id) + READ_BYTES * (len(self.pages) + 4 * len(self.matches))
         return (

@@ -1,4 +1,4 @@
-"""Sessions by tenant and id, bounded in number and in bytes: as a whole and for each tenant, idle ones forgotten."""
+"""Sessions by tenant and id, limited in number and bytes, in total and per tenant; forgets idle sessions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _Key: TypeAlias = tuple[str, str]
 
 @dataclass
 class _Held:
-    """Memory held by one tenant, or by all."""
+    """Number and bytes of the sessions of one tenant, or of all tenants."""
 
     sessions: int = 0
     bytes: int = 0
@@ -42,16 +42,16 @@ class _Tenant:
 class SessionStore:
     """Sessions that one server remembers; not thread-safe.
 
-    Where a limit is exceeded, sessions are forgotten, the one used longest ago first: those of a tenant that exceeds
-    its share, otherwise those of the tenant that holds the most. None is forgotten while its answer or its next turn is
-    made.
+    If a limit is exceeded, sessions are forgotten, the one used longest ago first. They belong to the tenant that
+    exceeds its share, otherwise to the tenant that holds the most. No session is forgotten while its answer is
+    generated or its next turn prepared.
 
     Args:
-        sessions: at most.
-        idle_seconds: after which one is forgotten; 0 is never.
-        clock: seconds since the epoch.
-        memory: bytes at most, by ``Session.nbytes``.
-        share: of both limits, that one tenant may hold; above 0, at most 1.
+        sessions: the most sessions.
+        idle_seconds: idle time after which a session is forgotten; 0 means never.
+        clock: returns seconds since the epoch.
+        memory: the most bytes, by ``Session.nbytes``.
+        share: share of both limits that one tenant may hold; above 0, at most 1.
     """
 
     def __init__(
@@ -65,12 +65,13 @@ class SessionStore:
     ) -> None:
         self.most, self.idle_seconds, self.clock = sessions, idle_seconds, clock
         self.memory, self.share = memory, share
-        #: The one used longest ago first, with the bytes that it was last found to have.
+        #: The session used longest ago comes first.
         self._sessions: OrderedDict[_Key, Session] = OrderedDict()
+        #: Bytes of each session when it was last measured.
         self._bytes: dict[_Key, int] = {}
         self._tenants: dict[str, _Tenant] = {}
         self._held = _Held()
-        #: Sessions that were forgotten to make room, and for being idle.
+        #: Numbers of sessions that were forgotten to make room, and because they were idle.
         self.evicted = self.expired = 0
 
     def __len__(self) -> int:
@@ -79,11 +80,11 @@ class SessionStore:
 
     @property
     def bytes(self) -> int:
-        """Memory of all sessions."""
+        """Bytes of all sessions."""
         return self._held.bytes
 
     def use(self, tenant: str, session_id: str) -> Session:
-        """The session, now the one used last; a new one if it is not known."""
+        """Returns the session and marks it as used last; makes a new one if it is not known."""
         self.expire()
         now = self.clock()
         session = self._sessions.get((tenant, session_id))
@@ -98,10 +99,10 @@ class SessionStore:
         return session
 
     def get(self, tenant: str, session_id: str) -> Session:
-        """The session, as it is.
+        """Returns the session without marking it as used.
 
         Raises:
-            KVQuantError: this tenant has none of this name.
+            KVQuantError: this tenant has no session of this name.
         """
         self.expire()
         try:
@@ -116,22 +117,23 @@ class SessionStore:
         return self._sessions.get((session.tenant, session.id)) is session
 
     def delete(self, tenant: str, session_id: str) -> None:
-        """Forgets it; a request under way goes on.
+        """Forgets a session; its running requests continue.
 
         Raises:
-            KVQuantError: as ``get``.
+            KVQuantError: this tenant has no session of this name.
         """
         self._drop(self.get(tenant, session_id))
 
     def of(self, tenant: str) -> list[Session]:
-        """A tenant's sessions, the one used last first."""
+        """Returns a tenant's sessions, the one used last first."""
         self.expire()
         return list(reversed(self._tenants[tenant].sessions.values())) if tenant in self._tenants else []
 
     def weigh(self, session: Session) -> None:
-        """Counts a session's memory again, which has changed, and forgets others if it is too much.
+        """Measures a session's memory again after a change; forgets other sessions if a limit is now exceeded.
 
-        Nothing is forgotten for a session that alone is too large; it goes itself once nothing is made for it.
+        If the session alone exceeds its tenant's share, no others are forgotten. It is forgotten itself unless it is
+        busy.
         """
         if not self.holds(session):
             return
@@ -152,7 +154,7 @@ class SessionStore:
 
     @contextmanager
     def answering(self, session: Session) -> Iterator[None]:
-        """While an answer is made the session is not idle; it was used when that ends."""
+        """Marks the session as busy while its answer is generated, and as used when that ends."""
         session.answering += 1
         try:
             yield
@@ -165,7 +167,7 @@ class SessionStore:
 
     @contextmanager
     def preparing(self, session: Session) -> Iterator[None]:
-        """While its next turn is prepared a session is not forgotten for others."""
+        """Marks the session as busy while its next turn is prepared, so that it is not forgotten to make room."""
         session.preparing += 1
         try:
             yield
@@ -174,7 +176,7 @@ class SessionStore:
             self.weigh(session)
 
     def expire(self) -> None:
-        """Forgets what was idle for too long."""
+        """Forgets sessions that have been idle for too long."""
         if not self.idle_seconds:
             return
         for session in list(self._sessions.values()):
@@ -202,18 +204,18 @@ class SessionStore:
             del self._tenants[session.tenant]
 
     def _make_room(self, tenant: str, kept: Session | None) -> None:
-        """Forgets sessions until the limits hold, or nothing may be forgotten.
+        """Forgets sessions until the limits hold, or until no session may be forgotten.
 
         Args:
-            tenant: whose sessions have become more.
-            kept: is not forgotten.
+            tenant: the tenant whose sessions have grown.
+            kept: a session that is not forgotten.
         """
         while (session := self._too_much(tenant, kept)) is not None:
             self._drop(session)
             self.evicted += 1
 
     def _too_much(self, tenant: str, kept: Session | None) -> Session | None:
-        """The session that is to be forgotten next; None if all may stay, or must."""
+        """Returns the session to forget next; None if the limits hold, or if no session may be forgotten."""
         own = self._tenants.get(tenant)
         if own is not None and self._exceeds(own.held, self.share) and (found := _oldest(own, kept)):
             return found
@@ -228,7 +230,7 @@ class SessionStore:
 
 
 def _oldest(tenant: _Tenant, kept: Session | None) -> Session | None:
-    """The session used longest ago that may be forgotten."""
+    """Returns the session used longest ago that may be forgotten; None if there is none."""
     return next((one for one in tenant.sessions.values() if one is not kept and not _is_busy(one)), None)
 
 

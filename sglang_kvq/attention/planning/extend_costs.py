@@ -1,8 +1,8 @@
-"""Predicted time of attention for new tokens over stored prefixes: pages read directly, or dequantized first.
+"""Predicts the time of attention for new tokens over stored prefixes, with pages read directly or dequantized first.
 
-Each way's time in microseconds is a sum of terms times constants. Terms follow from the batch and the geometry alone.
-``python benchmarks/extends.py --fit FILE`` fits the constants to measurements and prints them. The terms extrapolate.
-The constants are from an H200; only the comparison of the two times matters.
+The predicted time in microseconds is a sum of terms times constants. The terms follow from the batch and the geometry
+alone, so predictions extrapolate. ``python benchmarks/extends.py --fit FILE`` fits the constants to measurements and
+prints them. The constants are from an H200; only the comparison of the two times matters.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from sglang_kvq.kernels.extend.extend_attention import ExtendLaunch, extend_laun
 
 @dataclass(frozen=True)
 class Geometry:
-    """Heads of this worker, and number of streaming multiprocessors of its GPU."""
+    """This worker's heads, and the number of streaming multiprocessors of its GPU."""
 
     q_heads: int
     kv_heads: int
@@ -38,7 +38,10 @@ class Geometry:
 
 
 def direct_terms(prefix_lens: list[int], new_lens: list[int], geometry: Geometry, launch: ExtendLaunch) -> np.ndarray:
-    """Returns 1; sequential units of 64 keys, scaled to 64 rows of 128 dims and three programs per SM; item waves."""
+    """Returns the terms of reading pages directly.
+
+    They are 1; sequential units of 64 keys, scaled to 64 rows of 128 dims and three programs per SM; waves of items.
+    """
     wave = geometry.concurrent_items(launch)
     waves, units = schedule(prefix_lens, new_lens, geometry.gqa_group, launch.rows, wave)
     d = geometry.head_dim
@@ -49,8 +52,8 @@ def direct_terms(prefix_lens: list[int], new_lens: list[int], geometry: Geometry
 def dequantized_terms(prefix_lens: list[int], new_lens: list[int], geometry: Geometry, capacity: int) -> np.ndarray:
     """Returns the terms of dequantizing first.
 
-    They are 1; MB of workspace written; sequential keys of 128 dims; the same, scaled by the share of busy SMs; calls
-    beyond the first; MB of their results to merge.
+    They are 1; MB written to the workspace; sequential keys of 128 dims; these keys times the share of busy SMs; calls
+    after the first; MB of the results of these calls, which are merged.
 
     capacity: tokens of the workspace.
     """
@@ -60,7 +63,7 @@ def dequantized_terms(prefix_lens: list[int], new_lens: list[int], geometry: Geo
     more = -(-tokens // capacity) - 1
     programs = -(-new // TILE) * q_heads
     count = int(programs.sum())
-    # Whole rounds over the SMs, but at least the longest request.
+    # Keys of whole rounds over the SMs, but at least those of the longest request.
     mean = float((programs * (prefix + new)).sum()) / count
     keys = max(float((prefix + new).max()), -(-count // geometry.sms) * mean) * d / 128
     written = tokens * geometry.kv_heads * d * 4 / 1e6
@@ -71,12 +74,12 @@ def dequantized_terms(prefix_lens: list[int], new_lens: list[int], geometry: Geo
 
 @dataclass(frozen=True)
 class ExtendCosts:
-    """Microseconds of each term.
+    """The constants: microseconds per unit of each term.
 
     Attributes:
         direct, dequantized: constants of ``direct_terms`` and ``dequantized_terms``, in their order.
         unpacked: factor on the direct kernel's time per unit for records that are not ``extend.is_cheap``.
-        own: time of our own attention over a workspace, divided by FlashInfer's.
+        own: time of our own kernel's attention over a workspace, divided by FlashInfer's time.
     """
 
     direct: tuple[float, ...]
@@ -92,7 +95,7 @@ class ExtendCosts:
         cheap: bool = True,
         launch: ExtendLaunch | None = None,
     ) -> float:
-        """Predicts the time of reading pages directly; cheap: the records are ``extend.is_cheap``."""
+        """Predicts the time of reading pages directly; cheap: whether the records are cheap (``extend.is_cheap``)."""
         terms = direct_terms(prefix_lens, new_lens, geometry, launch or extend_launch(geometry.head_dim))
         terms[1] *= 1 if cheap else self.unpacked
         return float(terms @ self.direct)
@@ -100,13 +103,13 @@ class ExtendCosts:
     def dequantized_us(
         self, prefix_lens: list[int], new_lens: list[int], geometry: Geometry, capacity: int, flashinfer: bool = True
     ) -> float:
-        """Predicts the time of dequantizing into ``capacity`` tokens; flashinfer: FlashInfer attends to them."""
+        """Predicts the time of dequantizing into ``capacity`` tokens; flashinfer: whether FlashInfer then attends."""
         terms = dequantized_terms(prefix_lens, new_lens, geometry, capacity)
         terms[2:4] *= 1 if flashinfer else self.own
         return float(terms @ self.dequantized)
 
 
-#: Constants of an H200: benchmarks/extends.py --fit benchmarks/results/kernels_h200.json.
+#: Constants of an H200, printed by benchmarks/extends.py --fit benchmarks/results/kernels_h200.json.
 H200 = ExtendCosts(
     direct=(8.664, 2.187, 10.34),
     dequantized=(17.27, 0.4571, 0.009209, 0.002958, 4.782, 0.5114),

@@ -1,4 +1,4 @@
-"""Division of a prefill batch: slabs of stored pages that fit the workspace, and tiles of queries."""
+"""Division of a prefill batch into slabs of stored pages that fit the workspace, and tiles of queries."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ PlanTiles = Callable[[list[int], list[tuple[int, int]]], list[Tile]]
 
 @dataclass(frozen=True)
 class Slab:
-    """One launch of the gather kernel and of attention.
+    """Work of one launch of the gather kernel and one of attention.
 
     Attributes:
-        pages: int32 ``[n, 4]`` on the device, a ``gather.PageRead`` each.
-        tiles: int32 ``[tiles, fields]`` on the device, a ``flash.Tile`` each.
+        pages: int32 ``[n, 4]`` on the device, one ``gather.PageRead`` per row.
+        tiles: int32 ``[tiles, fields]`` on the device, one ``flash.Tile`` per row.
     """
 
     pages: torch.Tensor
@@ -32,10 +32,13 @@ class Slab:
 def plan_slabs(
     prefix_lens: list[int], new_lens: list[int], slab_pages: int, plan_tiles: PlanTiles, device: torch.device
 ) -> list[Slab]:
-    """Returns at least one slab, ``slab_pages`` stored pages each, in order. Copies to the device once."""
+    """Returns the slabs in order, at least one, of at most ``slab_pages`` stored pages each.
+
+    All tables reach the device in one copy.
+    """
     prefixes = np.array(prefix_lens, np.int64)
     counts = -(-prefixes // PAGE_SIZE)
-    bounds = np.concatenate([[0], np.cumsum(counts)])  # each request's range in all pages
+    bounds = np.concatenate([[0], np.cumsum(counts)])  # each request's range in the list of all pages
     request = np.repeat(np.arange(len(counts)), counts)
     number = np.arange(len(request))
     reads = PageRead(

@@ -1,4 +1,4 @@
-"""Destinations of the new tokens of a prefill batch."""
+"""Decides which new tokens of a prefill batch are quantized directly and which go to BF16 pages."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from sglang_kvq.constants import PAGE_SIZE
 
 
 def direct_tokens(prefix_lens: list[int], new_lens: list[int], sink_pages: int, recent_pages: int) -> np.ndarray:
-    """Returns the first new token of each page that is quantized directly from activations; others go to BF16 pages.
+    """Returns the first new token of each page that is quantized directly; tokens of other pages go to BF16 pages.
 
-    A page is quantized directly if this batch writes all of it and leaves it outside the request's sinks and window.
-    Returns int64 indices into the concatenated new tokens.
+    A page is quantized directly if this batch writes all of it, and it lies outside the request's sinks and window
+    afterwards. Returns int64 indices into the concatenated new tokens.
     """
     direct = [np.empty(0, np.int64)]
     start = 0

@@ -1,10 +1,11 @@
-"""Plans calls of attention that each have a BF16 prefix followed by its new tokens, in one ragged buffer.
+"""Plans attention calls over one ragged buffer, which holds each request's BF16 prefix followed by its new tokens.
 
-    request i:  [prefix_i; new_i]      causal attention aligns the last tokens of both sides
+    request i:  [prefix_i; new_i]      causal attention aligns the last query with the last key.
 
-One call reads what fits the workspace. Further calls read the rest. They are not causal, because all of the rest is
-visible, and their results are merged by log-sum-exp. Each call reads a proportional part of every request's prefix, so
-it has work for the whole GPU. All but the last few have equal shapes, so they share a library's plan.
+The first call reads the new tokens and the part of the prefixes that fits the workspace. Further calls read the rest.
+They are not causal, because every new token sees all of the rest, and their results are merged by log-sum-exp. Each
+call reads a proportional part of every request's prefix, so it has work for the whole GPU. All calls but the last few
+have equal shapes, so they share a library's plan.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ import numpy as np
 from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.kernels.extend.gather_pages import PageRead
 
-#: New tokens of a request per program and head.
+#: New tokens of a request that one program handles for one head.
 TILE = 128
-#: Approximate limit on groups of requests per batch: each takes up to three plans, with 8 MiB of tables each.
+#: Approximate limit on groups of requests per batch: a group takes up to three plans, with 8 MiB of tables each.
 MOST_GROUPS = 6
 
 #: A call's q_lens, kv_lens and causal.
@@ -31,13 +32,14 @@ class Call:
     """One call, planned on the host.
 
     Attributes:
-        q: range ``[begin, end)`` of the new tokens that attend, in the batch.
+        q: range ``[begin, end)`` of the batch's new tokens that attend in this call.
         q_lens, kv_lens: lengths per request in the call.
-        causal: False for the beginning of a longer prefix.
-        first: True for the first call with these queries; it gives every query a key.
-        last: True if no later call has any of the queries of the first one.
-        pages: int32 ``[n, 4]``, a ``gather.PageRead`` each; empty if no prefix is read.
-        positions: rows of the new tokens in the workspace; None if this call lacks them or uses them in place.
+        causal: True for the call with the new tokens; False for a call that reads only parts of prefixes.
+        first: True for the first call with these queries, in which every query sees at least one key.
+        last: True if no later call has any of the first call's queries.
+        pages: int32 ``[n, 4]``, one ``gather.PageRead`` per row; empty if no prefix is read.
+        positions: rows of the new tokens in the workspace; None if this call does not read new tokens, or reads them
+            in place.
     """
 
     q: tuple[int, int]
@@ -60,17 +62,21 @@ class Call:
 
     @property
     def shape(self) -> CallShape:
-        """Key of the plan: calls of the same shape share one."""
+        """Key of the library's plan: calls of the same shape share a plan."""
         return tuple(self.q_lens), tuple(self.kv_lens), self.causal
 
 
 def plan_calls(prefix_lens: list[int], new_lens: list[int], capacity: int, least_tiles: int = 1) -> list[Call]:
-    """Plans the calls, in order; ``capacity`` is the workspace in tokens, whole pages.
+    """Returns the calls in order.
 
-    Consecutive requests form a group while they fit the workspace together. Beyond that, a group grows until it has
-    ``least_tiles`` (``TILE`` new tokens of a request each; more if the batch has many). That is enough work for a call
-    even if it reads little of each prefix. A group's first call has the new tokens and as much as fits of the prefixes'
-    ends. New tokens without any prefix in that call are used in place.
+    Consecutive requests form a group while they fit the workspace together. A group that does not fit may still grow
+    until it has ``least_tiles`` tiles. That is enough work for a call even if the call reads little of each prefix. A
+    group's first call reads the new tokens and as much of the prefixes' ends as fits. If that call reads no prefix, it
+    reads the new tokens in place.
+
+    Args:
+        capacity: tokens of the workspace, whole pages.
+        least_tiles: tiles of ``TILE`` new tokens of one request; raised if the batch has many.
     """
     calls: list[Call] = []
     tiles = [-(-new // TILE) for new in new_lens]
@@ -81,7 +87,7 @@ def plan_calls(prefix_lens: list[int], new_lens: list[int], capacity: int, least
         while end < len(new_lens):
             mine = slice(begin, end + 1)
             fits = sum(prefix_lens[mine]) + sum(new_lens[mine]) <= capacity
-            # New tokens must leave room for prefixes, and one page per request must be a small part of a call.
+            # New tokens must leave room for prefixes; one page of each request must be a small part of a call.
             room = sum(new_lens[mine]) <= capacity // 2 and (end - begin) * 4 * PAGE_SIZE < capacity
             if not (fits or (room and sum(tiles[begin:end]) < least_tiles)):
                 break
@@ -93,10 +99,10 @@ def plan_calls(prefix_lens: list[int], new_lens: list[int], capacity: int, least
 
 
 def _plan_group(request: int, prefix: np.ndarray, new: np.ndarray, query: int, capacity: int) -> list[Call]:
-    """Plans the calls of requests ``request ...``, whose queries are ``query ...``."""
+    """Plans the calls of one group, whose first request is ``request`` and whose first query is ``query``."""
     start = np.zeros_like(prefix)
     room = max(capacity - int(new.sum()), 0)
-    parts: list[tuple[np.ndarray, np.ndarray]] = []  # bounds in each prefix
+    parts: list[tuple[np.ndarray, np.ndarray]] = []  # per further call: begins and ends in each prefix
     while (left := int((prefix - start).sum())) > room:
         if left <= capacity:
             parts.append((start, prefix))
@@ -116,7 +122,7 @@ def _plan_group(request: int, prefix: np.ndarray, new: np.ndarray, query: int, c
 
 
 def _shares(pages: np.ndarray, rounds: int, room: int, capacity: int) -> np.ndarray:
-    """Returns the pages of each prefix that each of ``rounds`` calls reads, leaving about ``room`` pages in total."""
+    """Returns how many pages of each prefix each of ``rounds`` calls reads; about ``room`` pages remain in total."""
     total = int(pages.sum())
     most = -(-(total - room) // rounds)
     share = np.minimum(-(-pages * most // total), pages // rounds)
@@ -124,7 +130,7 @@ def _shares(pages: np.ndarray, rounds: int, room: int, capacity: int) -> np.ndar
 
 
 def _causal(request: int, start: np.ndarray, prefix: np.ndarray, new: np.ndarray, query: int) -> Call:
-    """Plans the call of new tokens over themselves and the ends of their prefixes."""
+    """Plans the causal call, in which new tokens attend to themselves and the ends of their prefixes."""
     kv = prefix - start + new
     ends = np.cumsum(kv)
     pages = np.concatenate([_pages(request + i, *x) for i, x in enumerate(zip(start, prefix, ends - kv))])
@@ -133,7 +139,10 @@ def _causal(request: int, start: np.ndarray, prefix: np.ndarray, new: np.ndarray
 
 
 def _visible(request: int, start: np.ndarray, end: np.ndarray, new: np.ndarray, query: int) -> Call:
-    """Plans a call of new tokens over parts of their prefixes; leaves out requests at either end without a part."""
+    """Plans a call in which new tokens attend to parts of their prefixes only.
+
+    The call leaves out the first and last requests of the group that have no such part.
+    """
     some = np.flatnonzero(end > start)
     mine = slice(some[0], some[-1] + 1)
     query += int(new[: mine.start].sum())
@@ -144,7 +153,7 @@ def _visible(request: int, start: np.ndarray, end: np.ndarray, new: np.ndarray, 
 
 
 def _pages(request: int, begin: int, end: int, at: int) -> np.ndarray:
-    """Returns the pages of a request's tokens ``[begin, end)``, to rows ``at ...``; ``begin`` starts a page."""
+    """Returns reads of a request's tokens ``[begin, end)`` into rows from ``at``; ``begin`` starts a page."""
     index = np.arange(begin // PAGE_SIZE, -(-end // PAGE_SIZE) if end > begin else begin // PAGE_SIZE)
     start = index * PAGE_SIZE
     reads = PageRead(

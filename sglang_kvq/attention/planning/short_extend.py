@@ -15,13 +15,13 @@ from sglang_kvq.kernels.extend.extend_attention import FIELDS, ExtendLaunch, ext
 
 @dataclass(frozen=True)
 class ShortExtends:
-    """Chooses the batches that the direct kernel serves: those it should finish sooner than a workspace would.
+    """Chooses the batches for the direct kernel: those for which it is predicted to be faster than dequantizing first.
 
     Attributes:
-        costs: predicted times of both ways; None: serve regardless of time.
-        most_rows_unpacked: limit on new tokens times query heads per KV head in a request, for records that are not
-            cheap to dequantize (``extend.is_cheap``): every tile of rows dequantizes them again.
-        least_prefix: fewest stored tokens in the batch.
+        costs: predict the times of both ways; with None, predicted time is no criterion.
+        most_rows_unpacked: most new tokens times query heads per KV head in a request, if records are not cheap to
+            dequantize (``extend.is_cheap``). Every tile of rows dequantizes them again.
+        least_prefix: fewest stored tokens of a batch that the direct kernel serves.
         launch: the kernel's launch parameters; None chooses by head_dim.
     """
 
@@ -39,10 +39,10 @@ class ShortExtends:
         capacity: int = 65536,
         flashinfer: bool = True,
     ) -> bool:
-        """Returns whether the kernel serves a batch.
+        """Returns whether the direct kernel serves a batch.
 
-        cheap: the layer's records are ``extend.is_cheap``; capacity: tokens of the workspace; flashinfer: FlashInfer
-        would attend to a workspace.
+        cheap: whether the layer's records are cheap (``extend.is_cheap``); capacity: tokens of the workspace;
+        flashinfer: whether FlashInfer would attend to the workspace.
         """
         if sum(new_lens) == 0 or sum(prefix_lens) < self.least_prefix:
             return False
@@ -54,7 +54,7 @@ class ShortExtends:
         return direct <= self.costs.dequantized_us(prefix_lens, new_lens, geometry, capacity, flashinfer)
 
 
-#: The choice by measured times, as modelled in ``extend_costs``.
+#: The choice by the model of measured times in ``extend_costs``.
 AS_MEASURED = ShortExtends()
 
 
@@ -63,7 +63,7 @@ class PlannedExtend:
     """A batch's plan on the device, for all layers.
 
     Attributes:
-        launch: the launch parameters that it was made for.
+        launch: the launch parameters for which the plan was made.
         items, spans: see ``kernels.extend.ExtendPlan``.
         partials: number of partial results that the items leave.
     """
@@ -75,7 +75,7 @@ class PlannedExtend:
 
 
 def plan_short(batch: ExtendBatch, short: ShortExtends, geometry: Geometry, device: torch.device) -> PlannedExtend:
-    """Plans on the host; one copy to the device, which nothing waits for."""
+    """Plans a batch on the host and copies the plan to the device once; the host does not wait for the copy."""
     launch = short.launch or extend_launch(geometry.head_dim)
     wave = geometry.concurrent_items(launch)
     plan = plan_extend(batch.prefix_lens, batch.new_lens, geometry.gqa_group, launch.rows, wave)

@@ -1,4 +1,4 @@
-"""Overlap of a decode step's launches: which may start before the previous one on the stream has ended."""
+"""Overlap of a decode step's launches: decides which may start before the previous one on the stream has ended."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class Launch(Enum):
 
 
 class StepOrder:
-    """Decides how each launch of a step overlaps its neighbours; called in the order of launches.
+    """Decides how each launch of a step overlaps the launches before and after it; called in the order of launches.
 
-    From a step's plan to its last layer nothing writes items or tables, so an early launch may read them. It waits only
-    for what the launch right before it writes. An early launch also lets its follower start. Therefore none may be
-    early right after the plan.
+    Between a step's plan and its last layer nothing writes items or tables, so an early launch may read them. An early
+    launch waits only for data that the launch right before it writes. It also lets the next launch start. Therefore no
+    launch right after the plan may be early.
 
     Args:
         possible: True if launches on this device can overlap (``kernels.common.can_overlap``).
@@ -37,17 +37,26 @@ class StepOrder:
         self._last, self._rotations = Launch.PLAN, 0
 
     def rotate(self) -> Overlap:
-        """Returns early, except for the step's first rotation, which waits for the plan. Attention may overlap it."""
+        """Returns the overlap of a rotation: early, except for the step's first one, which waits for the plan.
+
+        Attention may start before the rotation ends.
+        """
         early = self._rotations > 0
         self._rotations += 1
         return self._launched(Launch.ROTATE, Overlap(early, lets_next=True))
 
     def attend(self) -> Overlap:
-        """Returns early if right after a rotation. The merge may start when its programs end."""
+        """Returns the overlap of attention: early if it is right after a rotation.
+
+        The merge may start as the programs of attention end.
+        """
         return self._launched(Launch.ATTEND, Overlap(early=self._last is Launch.ROTATE, lets_next=True))
 
     def merge(self) -> Overlap:
-        """Returns early: attention always precedes it. No launch may overlap it, because the next one is not ours."""
+        """Returns the overlap of a merge: early, because attention always precedes it.
+
+        The next launch may not start early, because it is not one of our kernels.
+        """
         return self._launched(Launch.MERGE, Overlap(early=True))
 
     def _launched(self, launch: Launch, overlap: Overlap) -> Overlap:

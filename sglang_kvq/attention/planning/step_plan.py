@@ -1,4 +1,4 @@
-"""Division of a decode step's batch among programs, shared by layers that divide it equally."""
+"""Division of a decode step's batch among programs; layers that divide it equally share a plan."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class StepPlans:
     Args:
         launches: one per layer; those with equal programs per SM and equal costs share a plan.
         programs, sms, max_batch: see ``StepPlan``.
-        heads: number of heads whose results an item has.
+        heads: number of heads for which an item has results.
 
     Attributes:
         plans: the distinct plans; layers: the plan of each layer.
@@ -46,10 +46,10 @@ class StepPlans:
 
 
 class StepPlan:
-    """Items of work, computed on the device once per step; buffers keep their addresses for CUDA graphs.
+    """Items of work, computed on the device once per step. Their buffers keep their addresses for CUDA graphs.
 
     Args:
-        launch: programs that an SM holds at once, and costs of their work.
+        launch: has the number of programs that an SM holds at once, and the costs of their work.
         programs: programs per item.
         sms: number of the device's streaming multiprocessors.
         max_batch: the most requests in one decode batch.
@@ -66,12 +66,12 @@ class StepPlan:
         self.spans = torch.empty(max_batch, 2, dtype=torch.int32, device=device)
 
     def count(self, batch: int) -> int:
-        """Returns the number of items for a batch of that size."""
+        """Returns the number of items for a batch of ``batch`` requests."""
         items: int = self.launch.items(batch, self.programs, self.sms)
         return items
 
     def items(self, batch: int) -> torch.Tensor:
-        """Returns the items, int32 ``[count(batch), FIELDS]``, a ``plan.Item`` each."""
+        """Returns the items, int32 ``[count(batch), FIELDS]``, one ``plan.Item`` per row."""
         return self._items[: self.count(batch)]
 
     def make(self, rows: torch.Tensor, seq_lens: torch.Tensor, pool: PagePool) -> None:

@@ -1,9 +1,9 @@
-"""Attention that a prompt pays to the tokens before it: the scores by which EpiCache (arXiv 2509.17396) keeps tokens.
+"""Scores of past tokens: the attention that a prompt pays to them. EpiCache (arXiv 2509.17396) keeps the best tokens.
 
     score[h, j] = max over queries t of the prompt and query heads g of KV head h of  softmax_j(scale q[t, g] k[h, j])
 
-The softmax runs over the past keys only, without the prompt's own and without learned sinks. Keys and queries may be in
-the rotated basis: a rotation preserves products, and a mean subtracted from all keys shifts all scores of a query
+The softmax runs over the past keys only, without the prompt's own keys and without learned sinks. Keys and queries may
+be in the rotated basis: a rotation preserves products, and a mean subtracted from all keys shifts all scores of a query
 equally.
 """
 
@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import torch
 
-#: Number of products held at once.
+#: Approximate number of query-key products held in memory at once.
 PRODUCTS = 1 << 24
 
 

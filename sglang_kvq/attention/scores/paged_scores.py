@@ -1,7 +1,7 @@
-"""Scores of past keys on a GPU: dequantizes keys to a BF16 workspace, then passes over them twice.
+"""Scores past keys on a GPU: dequantizes keys to a BF16 workspace, then passes over them twice.
 
-A prompt has hundreds to thousands of query rows per KV head. If pages were read where they lie, every tile of rows
-would dequantize them again. Here each page is dequantized at most once per pass.
+A prompt has hundreds to thousands of query rows per KV head. A kernel that reads pages directly would dequantize them
+again for every tile of rows. Here each page is dequantized at most once per pass.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.kernels.extend.gather_pages import FIELDS, PageRead
 from sglang_kvq.kernels.extend.key_scores import merged, past_lse, raise_scores, score_launch, splits_of
 
-#: Fills rows of keys BF16 ``[n, kv_heads, D]`` from pages: ``(keys, pages)``.
+#: A function ``(keys, pages)`` that fills rows of keys, BF16 ``[n, kv_heads, D]``, from pages.
 GatherKeys = Callable[[torch.Tensor, torch.Tensor], object]
 
 
@@ -27,9 +27,9 @@ class Stretch:
     """Past keys that are in the workspace at the same time.
 
     Attributes:
-        first: index of its first past token.
-        stored: number of tokens from pages; new: number of the batch's tokens after them.
-        pages: int32 ``[n, 4]`` on the device, a ``gather.PageRead`` each.
+        first: index of the stretch's first token among all past tokens.
+        stored: number of tokens read from pages; new: number of the batch's tokens after them.
+        pages: int32 ``[n, 4]`` on the device, one ``gather.PageRead`` per row.
     """
 
     first: int
@@ -44,7 +44,10 @@ class Stretch:
 
 @dataclass(frozen=True)
 class PlannedScores:
-    """A part of a batch, planned on the host for all layers; one copy to the device, which nothing waits for."""
+    """Scoring of one ``ScoringPart``, planned on the host for all layers.
+
+    Planning takes one copy to the device, and the host does not wait for it.
+    """
 
     part: ScoringPart
     stretches: list[Stretch]
@@ -73,7 +76,7 @@ class PlannedScores:
     def run(
         self, values: torch.Tensor, q: torch.Tensor, k: torch.Tensor, scale: float, sms: int, gather: GatherKeys
     ) -> None:
-        """Raises ``values``, float32 ``[kv_heads, past]``, in one layer.
+        """Scores the past keys in one layer; keeps the maximum in ``values``, float32 ``[kv_heads, past]``.
 
         Args:
             q, k: see ``AttentionOps.score_keys``.

@@ -11,16 +11,16 @@ from sglang_kvq.errors import KVQuantError
 
 
 class KeyScores:
-    """One request's scores of its first ``past`` tokens, by the queries of all tokens after them.
+    """Scores of a request's first ``past`` tokens, by the queries of all its tokens after them.
 
     Scores are maxima over the chunks of the request, so repeating a chunk after a retraction is harmless. Each query's
     softmax is exact, because all past tokens precede the prompt.
 
     Attributes:
-        past: number of scored tokens, the first of the request, counted from 0 regardless of RoPE positions.
-        values: float32 ``[layers, kv_heads, past]`` of this worker's layers and heads; 0 before anything has scored.
-            Workers that share a KV head have the maximum over their own query heads each.
-        seen: the queries of tokens ``past .. seen`` have scored, in launches that may still run.
+        past: number of scored tokens: the first ones of the request, regardless of their RoPE positions.
+        values: float32 ``[layers, kv_heads, past]`` of this worker's layers and heads, initially 0. If workers share a
+            KV head, each has the maximum over its own query heads.
+        seen: end of the tokens ``past .. seen`` whose queries have scored, in launches that may still run.
     """
 
     def __init__(self, layers: int, kv_heads: int, past: int, device: torch.device | str) -> None:
@@ -30,10 +30,10 @@ class KeyScores:
         self.values = torch.zeros(layers, kv_heads, past, device=device)
 
     def add(self, first: int, end: int) -> None:
-        """Records that queries of tokens ``first .. end`` score, on the current stream."""
+        """Records that the queries of tokens ``first .. end`` score in launches on the current stream."""
         if first <= self.seen:
             self.seen = max(self.seen, end)
-        if self.values.is_cuda:  # keeps the memory until the stream is done, even if the owner drops it
+        if self.values.is_cuda:  # keeps the memory until the stream has used it, even if the owner drops the tensor
             self.values.record_stream(torch.cuda.current_stream(self.values.device))
 
     def result(self, length: int) -> torch.Tensor:
@@ -60,10 +60,10 @@ class ScoringPart:
     """One batch's contribution to one request's scores.
 
     Attributes:
-        request: index in the batch.
-        stored: number of past tokens that are read from pages, the first of the request.
-        keys: range ``[begin, end)`` of past tokens in the batch; they follow the stored ones.
-        queries: range ``[begin, end)`` of the batch's tokens that score.
+        request: the request's index in the batch.
+        stored: number of past tokens that are read from pages, the first ones of the request.
+        keys: range ``[begin, end)`` of the batch's tokens that are past tokens; they follow the stored ones.
+        queries: range ``[begin, end)`` of the batch's tokens whose queries score.
         values: see ``KeyScores``.
     """
 
@@ -78,22 +78,22 @@ class ScoringPart:
         return self.values.shape[-1]
 
     def new_past(self, k: torch.Tensor) -> torch.Tensor:
-        """Selects the batch's past keys from ``[T, kv_heads, D]``: ``[n, kv_heads, D]``."""
+        """Returns the past keys among the batch's keys ``[T, kv_heads, D]``: ``[n, kv_heads, D]``."""
         return k[slice(*self.keys)]
 
     def scoring(self, q: torch.Tensor) -> torch.Tensor:
-        """Selects the queries that score from ``[T, q_heads, D]``: ``[P, q_heads, D]``."""
+        """Returns the queries that score, among the batch's ``[T, q_heads, D]``: ``[P, q_heads, D]``."""
         return q[slice(*self.queries)]
 
 
 def plan_scoring(
     prefix_lens: Sequence[int], new_lens: Sequence[int], wanted: Mapping[int, KeyScores]
 ) -> list[ScoringPart]:
-    """Returns a batch's contributions to the requests in ``wanted``; none for a request without prompt tokens yet.
+    """Returns a batch's contributions to ``wanted``; a request has none before its chunks reach the prompt.
 
     Args:
         prefix_lens, new_lens: see ``ExtendBatch``.
-        wanted: scores by index in the batch.
+        wanted: scores to collect, by the request's index in the batch.
 
     Raises:
         KVQuantError: an index is not in the batch.

@@ -1,4 +1,4 @@
-"""Chooses the tokens to keep by their scores: the same number for each head, each head its own tokens."""
+"""Chooses the tokens that each head keeps, by their scores; all heads keep the same number of tokens."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from sglang_kvq.errors import KVQuantError
 
 
 def choose_tokens(scores: torch.Tensor, keep: int, pinned: int) -> torch.Tensor:
-    """Returns the ``keep`` tokens of highest score of each layer and head, in ascending order.
+    """Returns the ``keep`` tokens with the highest scores for each layer and head, in ascending order.
 
-    The first ``pinned`` tokens are always among them. At equal scores the earlier token is kept, so the choice depends
-    only on the scores. The host does not wait for the device.
+    The first ``pinned`` tokens are always among them. Of tokens with equal scores the earlier is kept, so the choice
+    depends only on the scores. The host does not wait for the device.
 
     Args:
         scores: float ``[layers, kv_heads, n]``.

@@ -1,8 +1,9 @@
-"""Division of a hybrid model's memory between recurrent states and its KV cache.
+"""Divides a hybrid model's memory between recurrent states and its KV cache.
 
 In a model with linear attention, a request needs some states of fixed size, whatever its length. It also needs cache
-tokens in the full-attention layers. SGLang gives states a fixed multiple of the cache's memory (``SGLANG_RATIO``),
-chosen for a BF16 cache. With smaller tokens, the cache would hold more requests than the states admit.
+tokens in the full-attention layers. By default, the memory of SGLang's states is a fixed multiple (``SGLANG_RATIO``) of
+the cache's memory, chosen for a BF16 cache. In a quantized cache a token takes fewer bytes, so the cache would hold
+more requests than the states allow.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from sglang_kvq.constants import PAGE_SIZE
 
 #: SGLang's default ``--mamba-full-memory-ratio``.
 SGLANG_RATIO = 0.9
-#: Minimum tokens per request, if as many requests run as the user asked for.
+#: Fewest cache tokens per request with which as many requests run as the user asked for.
 LEAST_TOKENS = 2048
-#: Largest share of the memory that SGLang may be told is for states.
+#: Largest share of the memory that the result may assign to states.
 _MOST_FOR_STATES = 0.99
 
 
@@ -27,14 +28,14 @@ class RequestNeeds:
 
     Attributes:
         state_bytes: bytes of one state, all layers of this worker.
-        states: states per request: its own, those being kept, SGLang's allowance for prefixes in the tree, and one
-            after each draft.
+        states: states per request: its own, those being saved, SGLang's allowance for prefixes in the tree, and one for
+            each draft.
         token_bytes: bytes of one token's records, all layers.
         bf16_token_bytes: bytes of one token in BF16.
         window_bytes: bytes of the BF16 pages that a request may pin.
         bf16_budget: BF16 pages' share of the cache's memory.
         context: maximum tokens of a request.
-        drafts: how many of ``states`` belong to drafts; a request has them while it runs.
+        drafts: how many of ``states`` belong to drafts; a request has these only while it runs.
     """
 
     state_bytes: int
@@ -52,14 +53,17 @@ class RequestNeeds:
         return min(self.context, int(self.states * self.state_bytes / SGLANG_RATIO / self.bf16_token_bytes))
 
     def cache_bytes(self, tokens: int) -> float:
-        """Returns the cache bytes of a running request of ``tokens`` tokens: its records or window, the larger."""
+        """Returns the cache memory that a running request of ``tokens`` tokens needs.
+
+        Records and BF16 pages have fixed shares of the cache, so the larger of both needs determines the result.
+        """
         return max(tokens * self.token_bytes / (1 - self.bf16_budget), self.window_bytes / self.bf16_budget)
 
 
 def needs_of(
     config: KVQuantConfig, geometry: KVGeometry, *, state_bytes: int, states: int, context: int, drafts: int = 0
 ) -> RequestNeeds:
-    """Returns the needs of a request in a cache of this geometry, a draft model's included; see ``RequestNeeds``."""
+    """Returns a request's needs in a cache of this geometry, a draft model's cache included; see ``RequestNeeds``."""
     draft_bytes = geometry.draft_page_bytes // PAGE_SIZE
     return RequestNeeds(
         state_bytes=state_bytes,
@@ -78,9 +82,9 @@ class StateShare:
     """Result of the division.
 
     Attributes:
-        ratio: memory of states divided by that of the cache, in SGLang's sense. SGLang derives the number of states as
-            if all had drafts, then gives back the drafts of those that cannot run.
-        requests: requests that may run at once, within both limits.
+        ratio: memory of states divided by memory of the cache, as SGLang defines it. SGLang first counts states as if
+            all requests had drafts, then gives back the drafts of requests that cannot run.
+        requests: requests that may run at once, by the number of states and the BF16 pages.
         tokens: cache tokens for each request.
     """
 
@@ -93,8 +97,9 @@ def share_states(budget: float, needs: RequestNeeds, wanted: int | None = None) 
     """Divides ``budget`` bytes so that states and tokens run out together, at ``needs.tokens`` for each request.
 
     Args:
-        wanted: requests to run at once. If fewer than fit, the rest is for cached conversations, each with one state
-            and ``needs.tokens``. If more, they get fewer tokens each, but not below ``LEAST_TOKENS``.
+        wanted: requests to run at once; None for as many as fit. If fewer are wanted than fit, the rest of the memory
+            is for cached conversations, each with one state and ``needs.tokens``. If more are wanted, each gets fewer
+            tokens, but not fewer than ``LEAST_TOKENS``.
 
     Raises:
         ValueError: the budget is not positive.

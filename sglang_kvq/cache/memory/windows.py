@@ -1,7 +1,7 @@
-"""Division of memory between sliding-window layers and the cache, for models that have both.
+"""Divides memory between sliding-window layers and the cache, for models that also have full-attention layers.
 
-The keys and values of layers with windows stay in BF16, in a pool of their own, while a window reaches them. The cache
-holds those of the other layers, as long as their request or its prefix stays in the radix tree.
+The keys and values of sliding-window layers stay in BF16, in a separate pool, while a window reaches them. The cache
+holds the keys and values of the other layers, as long as the request runs or its prefix is in the radix tree.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from sglang_kvq.cache.layout import KVGeometry, bf16_slots
 from sglang_kvq.config import KVQuantConfig
 from sglang_kvq.constants import PAGE_SIZE
 
-#: Default number of kept prefixes per request that may run; SGLang keeps as many where it counts this way.
+#: Default number of kept prefixes for each request that may run; SGLang uses this number if it counts prefixes.
 PREFIXES_PER_REQUEST = 4
-#: SGLang's own ratio of the pools' tokens, and the maximum chosen here.
+#: SGLang's ratio of window tokens to cache tokens, and the largest ratio chosen here.
 STOCK_RATIO = 0.8
-#: SGLang's limit of running requests, whatever the memory.
+#: SGLang's limit on running requests, whatever the memory.
 MOST_REQUESTS = 4096
 
 
 @dataclass(frozen=True)
 class WindowNeed:
-    """Tokens that windows take in their pool.
+    """Tokens that sliding windows take in their pool.
 
     Attributes:
-        per_request: tokens of a running request: its window, tokens behind it not yet given back, and its next page.
-        per_prefix: tokens of a prefix in the radix tree, so that a request may continue from its end.
+        per_request: tokens of a running request: its window, older tokens that are not yet freed, and its next page.
+        per_prefix: tokens of a prefix in the radix tree, kept so that a request can continue from the prefix's end.
         batches: tokens of the prefill batches under way.
         prefixes: how many prefixes keep their tokens; None for ``PREFIXES_PER_REQUEST``.
     """
@@ -37,7 +37,7 @@ class WindowNeed:
     prefixes: int | None = None
 
     def tokens(self, requests: int) -> int:
-        """Returns the tokens for that many running requests, in whole pages."""
+        """Returns the tokens that ``requests`` running requests take, in whole pages."""
         prefixes = PREFIXES_PER_REQUEST * requests if self.prefixes is None else self.prefixes
         tokens = self.per_request * requests + self.per_prefix * prefixes + self.batches
         return -(-tokens // PAGE_SIZE) * PAGE_SIZE
@@ -49,9 +49,9 @@ def need_of(
     """Computes the tokens that windows need.
 
     Args:
-        window: tokens.
-        kept_behind: tokens after which SGLang gives back what has left a window.
-        drafts: tokens that a decode step adds, at most.
+        window: length of the sliding window in tokens.
+        kept_behind: decode steps after which SGLang frees the tokens that have left a window.
+        drafts: most tokens that a decode step adds.
         chunk: tokens of a prefill batch.
         batches: prefill batches that may be under way at once.
         prefixes: see ``WindowNeed``.
@@ -67,7 +67,7 @@ class WindowSplit:
     """One divided memory budget.
 
     Attributes:
-        bf16_budget: bytes of which BF16 pages take their share and records the rest.
+        bf16_budget: bytes of the cache, of which BF16 pages take their share and records the rest.
         tokens: tokens of the cache.
         window_tokens: tokens of the windows' pool.
     """
@@ -94,16 +94,16 @@ def split_windows(
     """Divides a budget between the cache and the windows' pool.
 
     Args:
-        bf16_budget: ``--kv-quant-bf16-budget``.
+        bf16_budget: share of the cache's memory for BF16 pages (``--kv-quant-bf16-budget``).
         window_bytes: bytes of a token in the windows' pool, all its layers.
-        other_bytes: bytes of a cache token in neither pool, for a draft model's own cache.
+        other_bytes: bytes of a cache token in neither pool: in the draft model's cache.
         wanted: tokens that the windows need (``WindowNeed.tokens``).
-        ratio: ratio of the pools' tokens; None for as many tokens as are wanted, at most ``STOCK_RATIO``.
+        ratio: window tokens per cache token; None chooses as many window tokens as are wanted, up to ``STOCK_RATIO``.
     """
     token_bytes = geometry.page_bytes / PAGE_SIZE + other_bytes
 
     def at(ratio: float) -> float:
-        """Returns the tokens of the cache, if the windows' pool has ``ratio`` times as many."""
+        """Returns the tokens of the cache if the windows' pool has ``ratio`` times as many."""
         return (1 - bf16_budget) * budget_bytes / (token_bytes + (1 - bf16_budget) * ratio * window_bytes)
 
     most = int(at(STOCK_RATIO if ratio is None else ratio) * (STOCK_RATIO if ratio is None else ratio))
@@ -124,7 +124,7 @@ def share_windows(
     requests: int | None = None,
     ratio: float | None = None,
 ) -> tuple[WindowSplit, int]:
-    """Runs ``split_windows`` for the most requests with affordable BF16 pages; returns the split and that number.
+    """Runs ``split_windows`` for the most requests whose BF16 pages are affordable; returns the split and their number.
 
     Args:
         window_bytes, ratio: see ``split_windows``.
@@ -145,5 +145,5 @@ def share_windows(
 
 
 def token_bytes(geometry: KVGeometry, window_bytes: int, ratio: float) -> float:
-    """Returns the bytes that SGLang counts for a cache token: records, a draft model's, and the windows' share."""
+    """Returns the bytes that SGLang counts per cache token: records, the draft model's cache, the windows' share."""
     return geometry.page_bytes / PAGE_SIZE + geometry.draft_page_bytes // PAGE_SIZE + ratio * window_bytes

@@ -1,24 +1,25 @@
-"""One memory that records and BF16 pages share as they are needed.
+"""Sizes of one memory that records and BF16 pages share, with a boundary that moves as they need it.
 
-Pages fill it from the front and BF16 pages from the back::
+Pages fill the memory from the front and BF16 pages from the back::
 
     slot 0 | page 0, page 1, ... last page | (less than one BF16 page) | first slot, ... last slot
 
-A page's records of all layers lie together, and so does a BF16 page of all layers. Then one boundary between pages and
-slots serves layers of different widths. Slot s begins at ``s * slot_bytes``, whoever owns these bytes now.
+A page's records of all layers are contiguous, and so is a BF16 page of all layers. One boundary between pages and slots
+is therefore enough, even if layers have different widths. Slot s always begins at ``s * slot_bytes``, even while pages
+use these bytes.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-#: A page's bytes are an odd multiple of this. With multiples of larger powers of two, equal parts of consecutive pages
-#: lie in few of a GPU's memory channels.
+#: The page stride is an odd multiple of this. With multiples of larger powers of two, equal parts of consecutive pages
+#: would be in few of a GPU's memory channels.
 _STEP = 256
 
 
 def padded(page_bytes: int) -> int:
-    """Returns the bytes from page to page for a page whose records have ``page_bytes`` bytes in all layers."""
+    """Returns the page stride in bytes for pages whose records have ``page_bytes`` bytes in all layers."""
     steps = -(-page_bytes // _STEP)
     return (steps + 1 - steps % 2) * _STEP
 
@@ -28,9 +29,9 @@ class Arena:
     """Sizes of the shared memory.
 
     Attributes:
-        page_bytes: bytes from page to page (``padded``).
+        page_bytes: page stride in bytes (``padded``).
         slot_bytes: bytes of a BF16 page, all layers.
-        slots: the last slot, and so the number of BF16 pages in a memory without pages.
+        slots: number of the last slot, which is also the number of BF16 pages if there are no pages.
         pages: the most pages at a time.
     """
 
@@ -41,7 +42,7 @@ class Arena:
 
     @classmethod
     def smallest(cls, page_bytes: int, slot_bytes: int, slots: int, pages: int) -> Arena:
-        """Returns the smallest memory for so many pages beside so many BF16 pages, which are its last slots."""
+        """Returns the smallest memory that holds ``pages`` pages and, after them, ``slots`` BF16 pages."""
         first_slot = cls(page_bytes, slot_bytes, 0, pages).first_slot(pages)
         return cls(page_bytes, slot_bytes, first_slot - 1 + slots, pages)
 
@@ -50,19 +51,22 @@ class Arena:
         return (self.slots + 1) * self.slot_bytes
 
     def last_page(self, first_slot: int) -> int:
-        """Returns the last page that lies before a slot: as many fit, without page 0; at most ``pages``."""
+        """Returns the last page that fits before ``first_slot``, at most ``pages``; page 0 comes before page 1."""
         return min(self._before(first_slot), self.pages)
 
     def first_slot(self, pages: int) -> int:
-        """Returns the first slot behind so many pages."""
+        """Returns the first slot after ``pages`` pages."""
         return -(-(pages + 1) * self.page_bytes // self.slot_bytes) + 1
 
     def slots_beside(self, pages: int) -> int:
-        """Returns how many BF16 pages there may be beside so many pages; below 0 if these are too many."""
+        """Returns how many BF16 pages fit beside ``pages`` pages; negative if the pages alone do not fit."""
         return self.slots + 1 - self.first_slot(pages)
 
     def pages_beside(self, slots: int) -> int:
-        """Returns how many pages fit beside so many BF16 pages, ``pages`` or more; below 0 if these are too many."""
+        """Returns how many pages fit beside ``slots`` BF16 pages; negative if the BF16 pages alone do not fit.
+
+        The result may exceed the attribute ``pages``.
+        """
         return self._before(self.slots + 1 - slots)
 
     def _before(self, first_slot: int) -> int:

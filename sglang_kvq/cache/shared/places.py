@@ -1,7 +1,8 @@
-"""Pages of SGLang's page ids in a shared memory: a table, and a stack of free pages; all on the device.
+"""Table from SGLang's page ids to pages of a shared memory, and a stack of free pages; all on the device.
 
-An id gets a page when it leaves the allocator and gives it back when it returns, so what an id's tokens lie in may move
-in between. The scheduler counts ids in use and never uses more than there are pages (``cache.shared.split``).
+An id gets a page when it leaves the allocator, and loses that page when it returns. In between, the id may get another
+page, because the boundary moves. The scheduler counts the ids in use and never uses more ids than there are pages
+(``cache.shared.split``).
 
 This is the reference implementation. ``kernels.tiers.events`` does the same for allocated and freed ids.
 """
@@ -14,11 +15,13 @@ from sglang_kvq.cache.pool import PagePool
 
 
 class Places:
-    """The ids of pages, and the free pages, of one pool with an arena; updates the pool's ``places``.
+    """The ids of pages and the free pages of a pool with an arena; also updates the pool's ``places``.
 
     Attributes:
-        ids: int32 ``[pages + 1]``, the id that has a page; 0 for none.
-        stack: int32 ``[pages + 1]``, of which the first ``count``, int64 ``[1]``, are the free pages.
+        table: the pool's ``places``, the page of each id.
+        ids: int32 ``[pages + 1]``, the id of each page; 0 for none.
+        stack: int32 ``[pages + 1]``; the first ``count`` entries are the free pages.
+        count: int64 ``[1]``, number of free pages.
     """
 
     def __init__(self, pool: PagePool) -> None:
@@ -31,20 +34,20 @@ class Places:
         self.collect(pool.arena.pages)
 
     def clear(self, last_page: int) -> None:
-        """Takes all pages from all ids; those up to ``last_page`` are free."""
+        """Takes all pages from their ids; the pages up to ``last_page`` are then free."""
         self.table.zero_()
         self.ids.zero_()
         self.collect(last_page)
 
     def collect(self, last_page: int) -> None:
-        """Makes the stack of the free pages up to ``last_page``, the first one on top."""
+        """Rebuilds the stack from the free pages up to ``last_page``, with the first one on top."""
         free = self.ids[1 : last_page + 1] == 0
         self.count.copy_(free.sum())
         at = torch.where(free, self.count - torch.cumsum(free, 0), len(self.stack) - 1)
         self.stack[at] = torch.arange(1, last_page + 1, dtype=torch.int32, device=free.device)
 
     def allocate(self, ids: torch.Tensor) -> torch.Tensor:
-        """Gives ids int64 ``[n]``, all different, the pages on top of the stack; returns how many got none."""
+        """Gives the pages on top of the stack to ids int64 ``[n]``, all different; returns how many ids got none."""
         at = self.count - 1 - torch.arange(len(ids), device=ids.device)
         pages = torch.where(at < 0, 0, self.stack[at.clamp(min=0)])
         self.table[ids] = pages
@@ -55,7 +58,7 @@ class Places:
         return missing
 
     def free(self, ids: torch.Tensor) -> None:
-        """Takes the pages of ids int64 ``[n]``, all different, back; ids without one have nothing to give."""
+        """Takes back the pages of ids int64 ``[n]``, all different; ids without a page are skipped."""
         pages = self.table[ids].long()
         had = pages > 0
         at = torch.where(had, self.count - 1 + torch.cumsum(had, 0), len(self.stack) - 1)
@@ -65,9 +68,10 @@ class Places:
         self.table.index_fill_(0, ids, 0)
 
     def crowded(self, last_page: int, last_used: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the used pages behind ``last_page`` int64 ``[n]``, 0 for free ones, and free pages before it.
+        """Returns the used pages after ``last_page``, and for each a free page up to ``last_page``; int64 ``[n]`` each.
 
-        A used page has its own free page, or 0 if there are too few. No page behind ``last_used`` is used.
+        Entries of free pages after ``last_page`` are 0. If there are too few free pages, the target is 0. No page after
+        ``last_used`` is in use.
         """
         behind = torch.arange(last_page + 1, last_used + 1, device=self.ids.device)
         source = torch.where(self.ids[behind] > 0, behind, 0)
@@ -80,7 +84,7 @@ class Places:
         return source, torch.where((source > 0) & (nth < free.sum()), room[nth.clamp(min=0)], 0)
 
     def move(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Gives the ids of pages ``source`` int64 ``[n]`` the pages ``target`` instead; 0 for none in both."""
+        """Gives the ids of pages ``source`` int64 ``[n]`` the pages ``target`` instead; pairs of 0 are skipped."""
         ids = self.ids[source].long()
         self.table[ids] = target.int()
         self.table[0].fill_(0)

@@ -1,8 +1,8 @@
-"""Division of one memory between records and BF16 pages: decided on the host, from what the scheduler counts.
+"""Division of one memory between records and BF16 pages, decided on the host from the scheduler's counts.
 
-The scheduler knows how many pages are in use and how many requests run. So it can always say how many BF16 pages the
-windows of these requests want and need, and how many fit beside the pages. The tiers move what lies where the boundary
-moves (``TierManager``), on the device and later. Nothing waits for them.
+The scheduler knows how many pages are in use and how many requests run. So the host can always compute how many BF16
+pages the windows of these requests want and need, and how many fit beside the pages. Later, the ``TierManager`` moves
+the pages in the way of the boundary, on the device. The host does not wait for that.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ from dataclasses import dataclass
 
 from sglang_kvq.cache.shared.arena import Arena
 
-#: Share of the memory that BF16 pages keep from cached prefixes: windows of requests that ended, which come back.
+#: Share of the memory that is for BF16 pages even if cached prefixes could use it. It holds windows of requests that
+#: have ended, because their conversations may continue.
 FLOOR = 0.1
-#: The boundary moves by a part of the memory, so that it need not move again soon; by a quarter of it where windows
-#: shrink.
+#: The boundary moves further than necessary, by 1 / ``_STEP`` of the memory, so that it need not move again soon. If
+#: windows shrink, it moves further by only a quarter of that.
 _STEP = 64
 
 
@@ -23,9 +24,9 @@ class WindowSlots:
     """BF16 pages that running requests want and need.
 
     Attributes:
-        whole: of one request's whole window.
-        least: those of one request that are never taken.
-        spare: for the pages that one prefill batch writes besides, and for a page that it resumes.
+        whole: BF16 pages of one request's whole window.
+        least: BF16 pages that one request never loses.
+        spare: BF16 pages for the other pages that a prefill batch writes, and for a page that it resumes.
     """
 
     whole: int
@@ -33,11 +34,11 @@ class WindowSlots:
     spare: int
 
     def wanted(self, rows: int) -> int:
-        """Returns the BF16 pages of the whole windows of ``rows`` requests."""
+        """Returns how many BF16 pages the whole windows of ``rows`` requests take."""
         return self.whole * rows + self.spare
 
     def needed(self, rows: int) -> int:
-        """Returns the BF16 pages without which ``rows`` requests cannot run."""
+        """Returns how many BF16 pages ``rows`` requests need to run."""
         return self.least * rows + self.spare
 
 
@@ -45,7 +46,7 @@ class Split:
     """The boundary in one arena.
 
     Attributes:
-        first_slot: where it lies.
+        first_slot: the first slot after the boundary.
     """
 
     def __init__(self, arena: Arena, windows: WindowSlots) -> None:
@@ -55,26 +56,26 @@ class Split:
 
     @property
     def slots(self) -> int:
-        """BF16 pages now."""
+        """Current number of BF16 pages."""
         return self.arena.slots + 1 - self.first_slot
 
     @property
     def pages(self) -> int:
-        """Pages now, used or not."""
+        """Current number of pages, used or not."""
         return self.arena.last_page(self.first_slot)
 
     def room(self, rows: int) -> int:
-        """Returns how many pages fit beside ``rows`` running requests, whose windows may have shrunk."""
+        """Returns how many pages fit beside ``rows`` running requests if their windows shrink."""
         return self.arena.pages_beside(self.windows.needed(rows))
 
     def excess(self, pages: int, rows: int) -> int:
-        """Returns how many of ``pages`` pages should go, if cached ones can, so that windows stay whole."""
+        """Returns how many of ``pages`` pages should be evicted, if only cached, so that windows stay whole."""
         return max(pages - self.arena.pages_beside(max(self.windows.wanted(rows), self._floor)), 0)
 
     def fit(self, pages: int, rows: int) -> bool:
-        """Moves the boundary as ``pages`` pages and ``rows`` requests need it; False if not both fit.
+        """Moves the boundary so that ``pages`` pages and ``rows`` requests fit; returns False if they cannot both fit.
 
-        Pages come first. Windows have what is left, and shrink to what they need.
+        Pages take precedence. Windows get the memory that is left, and shrink to their needs.
         """
         most = self.arena.slots_beside(pages)
         needed = self.windows.needed(rows)

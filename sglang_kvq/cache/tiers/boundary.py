@@ -1,4 +1,4 @@
-"""The boundary of a shared memory moves: first whatever lies where other things will lie."""
+"""Moves the boundary of a shared memory, after moving the pages or BF16 pages that are in the way."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import torch
 
 from sglang_kvq.cache.tiers.state import SOFT_BONUS, TierState
 
-#: BF16 pages, and pages, that are copied at a time when the boundary moves: about 100 MB of a large model.
+#: BF16 pages, and pages, that are copied at a time when the boundary moves: about 100 MB for a large model.
 _COPIED_SLOTS, _COPIED_PAGES = 8, 64
 
 
 def move_boundary(tiers: TierState, first_slot: int) -> None:
-    """Gives memory to pages, or to BF16 pages, and first moves what lies there."""
+    """Makes ``first_slot`` the first slot of BF16 pages; first moves the BF16 pages or pages in that memory."""
     places, old, used, tiers.first_slot = tiers.live_places, tiers.first_slot, tiers.last_page, first_slot
     if first_slot > old:
         _vacate_slots(tiers, torch.arange(old, first_slot, device=tiers.pool.device))
@@ -20,15 +20,16 @@ def move_boundary(tiers: TierState, first_slot: int) -> None:
         source, target = places.crowded(last, used)
         tiers.errors += ((source > 0) & (target == 0)).sum()
         _move_pages(tiers, source, target)
-        # What the codes of a record look like in BF16 need not be a number.
+        # The bytes of records may be NaN or infinite when they are read as BF16.
         tiers.pool.bf16_pages[:, first_slot:old].zero_()
     places.collect(last)
 
 
 def _vacate_slots(tiers: TierState, slots: torch.Tensor) -> None:
-    """Empties BF16 slots int64 ``[n]``, which no page may have any more.
+    """Empties BF16 slots int64 ``[n]``, which become memory for pages.
 
-    Pinned pages get other slots, those of windows too if nobody's window has them. The rest are quantized.
+    Pinned pages get other slots. Other pages of windows get other slots as far as some are in no window. The remaining
+    pages are quantized and lose their BF16 copies.
     """
     held, levels = tiers.held()
     hardest = torch.zeros_like(tiers.slot_page).scatter_reduce_(0, held, levels, "amax")[slots]
@@ -57,7 +58,7 @@ def _vacate_slots(tiers: TierState, slots: torch.Tensor) -> None:
 
 
 def _move_pages(tiers: TierState, source: torch.Tensor, target: torch.Tensor) -> None:
-    """Moves pages ``source`` int64 ``[n]`` with their records to free pages ``target``; 0 for none in both."""
+    """Moves pages ``source`` int64 ``[n]`` with their records to free pages ``target``; pairs of 0 are skipped."""
     pool = tiers.pool
     for some in torch.arange(len(source), device=source.device).split(_COPIED_PAGES):
         for store in pool.stores:
@@ -67,7 +68,7 @@ def _move_pages(tiers: TierState, source: torch.Tensor, target: torch.Tensor) ->
     tiers.page_valid[target] = tiers.page_valid[source]
     pool.page_slot[target] = slots.int()
     tiers.slot_page[slots.clamp(min=0)] = target
-    # Pages that nothing had moved from or to share page 0 here.
+    # Skipped pairs have written to the entries of page 0 and slot 0: reset them.
     pool.page_slot.index_fill_(0, source, -1)
     pool.page_slot[0].fill_(0)
     tiers.slot_page[0].fill_(0)

@@ -1,4 +1,7 @@
-"""Pages that are filled by copies, folds and arrivals: records at once, BF16 pages once the pinned slots are known."""
+"""Fills pages by copies, folds and arrivals of requests.
+
+Records are filled immediately, the BF16 copies of copies and folds once the pinned slots are known.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +19,11 @@ from sglang_kvq.constants import PAGE_SIZE as P
 
 @dataclass
 class _CopiedBF16Pages:
-    """BF16 content for copies of pages int64 ``[n]``: ``bf16_pages`` ``[layers, n, 2, kv_heads, PAGE_SIZE, D]``.
+    """BF16 content for the copied pages ``pages`` int64 ``[n]``.
 
-    wanted: bool ``[n]``; False if the source had none, or if the page no longer is this copy. bonus: int64 ``[n]``,
-    added to the stamps of their BF16 copies.
+    wanted: bool ``[n]``; False if the source had no BF16 copy, or if the page has been filled again since.
+    bf16_pages: ``[layers, n, 2, kv_heads, PAGE_SIZE, D]``. bonus: int64 ``[n]``, added to the stamps of the BF16
+    copies.
     """
 
     pages: torch.Tensor
@@ -32,7 +36,7 @@ class _CopiedBF16Pages:
 class _CopiedSinkToken:
     """A first token ``[layers, 1, 2, kv_heads, D]`` for the page ``pages`` int64 ``[1]``, in case it gets no BF16 copy.
 
-    wanted: bool ``[1]``; False if the source's is unknown, or if the page no longer is this copy.
+    wanted: bool ``[1]``; False if the source's first token is unknown, or if the page has been filled again since.
     """
 
     pages: torch.Tensor
@@ -41,10 +45,10 @@ class _CopiedSinkToken:
 
 
 class Fills:
-    """Fills pages of one pool, and remembers the BF16 content of copies between an event and the end of all events.
+    """Fills pages of one pool, and keeps the BF16 content of copies until all pending events have been applied.
 
     Args:
-        tiers: whose pages.
+        tiers: the tables of the pool.
         move_tokens: ``cache.fold.fold_pages``, without its first argument.
     """
 
@@ -56,7 +60,7 @@ class Fills:
         self._sink_tokens: list[_CopiedSinkToken] = []
 
     def copy(self, event: CopiedPages) -> None:
-        """Copies records now, so that a copy never needs its source again; keeps BF16 copies for ``place``."""
+        """Copies records immediately, so that the source may be freed; keeps BF16 content for ``place``."""
         tiers = self.tiers
         source, target = tiers.pages_of(event.source), tiers.pages_of(event.target)
         windows = event.windows
@@ -66,7 +70,7 @@ class Fills:
         self._filled(source, target, windows, slots, torch.ones_like(source[:1], dtype=torch.bool))
 
     def fold(self, event: FoldedPages) -> None:
-        """Moves chosen tokens' records; keeps the BF16 pages of whole pages for ``place``."""
+        """Moves the chosen tokens of records; keeps the BF16 content of pages that are copied whole for ``place``."""
         tiers = self.tiers
         source, target = tiers.pages_of(event.source), tiers.pages_of(event.target)
         tokens, sinks = event.tokens, event.sinks
@@ -78,9 +82,10 @@ class Fills:
         self._filled(source, target, sinks, slots, (sinks == 0).any().view(1))  # the first page, if copied whole
 
     def arrive(self, event: ArrivedRequest) -> None:
-        """Takes a request over: its window gets BF16 pages at once, for a page being filled lies nowhere else.
+        """Registers an arrived request and gives its window BF16 pages immediately.
 
-        Its row is in use from here on, and rows in use have room for their windows.
+        The page that is still being filled exists only in BF16. There is room, because the row is in use from here on,
+        and admission counts the windows of rows in use.
         """
         tiers = self.tiers
         tiers.row_len[event.rows] = event.lens
@@ -98,7 +103,7 @@ class Fills:
         event.done()
 
     def place(self) -> None:
-        """Gives copies BF16 pages without pinning any; runs after all events, when the pinned slots are known."""
+        """Gives BF16 pages to copies, without pinning them; runs after all events, when the pinned slots are known."""
         tiers = self.tiers
         copies, self._copies = self._copies, []
         for copy in copies:
@@ -117,15 +122,15 @@ class Fills:
         slots: torch.Tensor,
         first: torch.Tensor,
     ) -> None:
-        """Notes the BF16 content that pages ``target``, which have records now, may receive.
+        """Keeps the BF16 content that pages ``target``, which now have records, may receive.
 
-        Pages at ``windows`` are whole copies of pages ``source``, whose BF16 slots are ``slots``, -1 for none. So is
-        the first page if ``first``, bool ``[1]``, is True.
+        slots: BF16 slots of the pages ``source``, -1 for none. windows: indices of targets that are whole copies of
+        their sources. first: bool ``[1]``, True if the first target is a whole copy too.
         """
         tiers = self.tiers
         tiers.page_valid.index_fill_(0, target, True)
         copies: list[_CopiedBF16Pages | _CopiedSinkToken] = [*self._copies, *self._sink_tokens]
-        for copy in copies:  # a page may have been freed and be another copy now
+        for copy in copies:  # a page may have been freed since, and be filled again now
             copy.wanted &= ~torch.isin(copy.pages, target)
         if tiers.sink_cache is not None:
             self._copy_first(tiers.sink_cache, source[:1], target[:1], slots[:1], first)
@@ -141,9 +146,10 @@ class Fills:
         slot: torch.Tensor,
         wanted: torch.Tensor,
     ) -> None:
-        """Notes the first token of page ``source`` for ``target``: from its BF16 copy in ``slot``, its entry or a copy.
+        """Keeps the first token of page ``source`` for page ``target``.
 
-        Each int64 ``[1]``; wanted: bool ``[1]``.
+        The token comes from the source's BF16 copy in ``slot``, from its entry, or from a first token that is itself
+        still waiting for ``place``. source, target, slot: int64 ``[1]``; wanted: bool ``[1]``.
         """
         tiers = self.tiers
         there = slot > 0
@@ -157,8 +163,10 @@ class Fills:
         tiers.page_first.index_fill_(0, torch.where(wanted, target, 0), True)
 
     def _keep_copied(self, sink_cache: SinkTokenCache) -> None:
-        """Keeps first tokens of copies without a BF16 copy. A copy with a BF16 copy takes no entry from another
-        page."""
+        """Gives entries to the first tokens of copied pages that got no BF16 page.
+
+        A page with a BF16 copy does not need one, so it takes no entry from another page.
+        """
         tiers = self.tiers
         copies, self._sink_tokens = self._sink_tokens, []
         for copy in copies:

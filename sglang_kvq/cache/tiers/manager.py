@@ -1,4 +1,4 @@
-"""Plans batches: applies the scheduler's events, gives BF16 pages to what will be written, sets what is read."""
+"""Plans batches: applies the scheduler's events, gives BF16 pages to the pages to be written, sets ranges to read."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from sglang_kvq.errors import KVQuantError
 
 
 def read_lens(prefix_lens: torch.Tensor | None, seq_lens: torch.Tensor) -> torch.Tensor:
-    """Returns the lengths that a batch reads from pages; int ``[batch]`` each. See ``TierManager._plan``."""
+    """Returns how many tokens each request reads from pages, int ``[batch]``; see ``TierManager._plan``."""
     return seq_lens if prefix_lens is None else torch.where(seq_lens - prefix_lens == 1, seq_lens, prefix_lens)
 
 
@@ -38,16 +38,16 @@ class TierManager(TierState):
         self.pending = PendingOps()
         self._fills = Fills(self, self._move_tokens)
         self._dirty = True
-        self._forget = False  # forget everything before the next plan
-        # By requests: the lengths that continue a decode batch whose plan still holds.
+        self._forget = False  # True: forget everything before the next plan
+        # For each batch of requests: the lengths with which its next decode step continues under a valid plan.
         self._next_lens: dict[tuple[str, ...], np.ndarray] = {}
 
     # -- the scheduler's side ------------------------------------------------------------------
 
     def reset(self) -> None:
-        """Forgets everything before the next plan: the caller has dropped every page (``flush_cache``).
+        """Forgets everything before the next plan, because the caller has dropped every page (``flush_cache``).
 
-        Like every other event it is only recorded here, because a batch may still be running.
+        Like every event, the reset is only recorded here, because a batch may still be running.
         """
         self.pending.clear()
         self._forget = self._dirty = True
@@ -55,15 +55,16 @@ class TierManager(TierState):
     # -- the forward pass's side ---------------------------------------------------------------
 
     def decode_needs_plan(self, seq_lens: torch.Tensor, requests: Sequence[str] | None = None) -> bool:
-        """Tells if a decode batch must be planned; ``seq_lens`` int ``[batch]`` is on the host.
+        """Returns whether a decode batch must be planned.
 
-        Ranges, windows and page ids change only when a page fills or the next one begins. They also change after a
-        prefill, or when the scheduler moves or frees pages. Lengths below 2 are padding. A batch that does not continue
-        an earlier one token by token contains other requests.
+        Ranges, windows and page ids change only if a page fills or the next page begins. They also change after a
+        prefill, or if the scheduler moves or frees pages. Lengths below 2 are padding. If the lengths do not continue
+        an earlier batch token by token, the batch contains other requests.
 
         Args:
-            requests: ids of the batch's requests. With pipeline parallelism decode batches take turns, and two may have
-                the same lengths.
+            seq_lens: int ``[batch]`` on the host.
+            requests: ids of the batch's requests. With pipeline parallelism decode batches take turns, and two of them
+                may have equal lengths.
         """
         lens, batch = seq_lens.numpy(), tuple(requests or ())
         if self._dirty or self.pending:  # ``reset`` sets ``_dirty``
@@ -71,22 +72,22 @@ class TierManager(TierState):
         expected = self._next_lens.get(batch)
         goes_on = expected is not None and np.array_equal(lens, expected)
         needed = not goes_on or bool(((lens % P <= 1) & (lens > 1)).any())
-        if needed and self.soft_pages > 0:  # its plan may shrink the windows of other batches
+        if needed and self.soft_pages > 0:  # this batch's plan may shrink the windows of other batches
             self._next_lens.clear()
         self._next_lens[batch] = np.where(lens > 1, lens + 1, lens)
         return needed
 
     def plan_decode(self, rows: torch.Tensor, seq_lens: torch.Tensor, max_len: int) -> None:
-        """Plans a decode step. rows, seq_lens int64 ``[batch]`` (the new token counted); row 0 is padding."""
+        """Plans a decode step. rows, seq_lens: int64 ``[batch]``, the new token included; row 0 is padding."""
         self._plan(rows, None, seq_lens, max_len, None)
         self._dirty = False
 
     def plan_drafts(self, rows: torch.Tensor, seq_lens: torch.Tensor, max_len: int, count: int) -> None:
-        """Plans the verification of ``count`` drafts of each request, which ``seq_lens`` includes.
+        """Plans the verification of ``count`` drafts of each request; ``seq_lens`` includes the drafts.
 
-        This is a decode step that writes ``count`` tokens. Rejected drafts stay in the window, because
-        ``attention.drafts.check_count`` limits drafts to the number of recent tokens. They are overwritten before the
-        window leaves their page.
+        The verification is a decode step that writes ``count`` tokens. Rejected drafts stay in the window, because
+        ``attention.drafts.check_count`` limits drafts to the number of recent tokens. They are overwritten before their
+        page leaves the window.
         """
         self._plan(rows, None, seq_lens, max_len, None, count)
         self._dirty = True
@@ -99,14 +100,15 @@ class TierManager(TierState):
         max_len: int,
         direct_ids: torch.Tensor,
     ) -> torch.Tensor:
-        """Plans a prefill. Tensors int64 ``[batch]``; the pages of ``direct_ids`` are quantized from activations.
+        """Plans a prefill.
 
         Args:
+            rows, prefix_lens, seq_lens: int64 ``[batch]``.
             max_len: an upper bound of ``read_lens``.
-            direct_ids: page ids int64 ``[n]``.
+            direct_ids: int64 ``[n]``, ids of the pages that the batch quantizes from activations.
 
         Returns:
-            their pages, int64 ``[n]``.
+            The pages of ``direct_ids``, int64 ``[n]``.
         """
         direct_pages = self._plan(rows, prefix_lens, seq_lens, max_len, direct_ids)
         self._dirty = True
@@ -123,8 +125,9 @@ class TierManager(TierState):
     ) -> torch.Tensor | None:
         """Plans a batch; ``prefix_lens`` None means decoding. Returns the pages of ``direct_ids``.
 
-        A prefill reads the tokens stored before it. Decoding also reads its ``count`` new tokens, and so may a request
-        of a prefill with one new token, because ``--enable-mixed-chunk`` puts decoding requests among them.
+        A prefill reads the tokens stored before it. Decoding also reads its ``count`` new tokens from pages. A prefill
+        request with one new token also reads that token, because it may be a decoding request
+        (``--enable-mixed-chunk``).
         """
         stored, touched = (seq_lens - count, seq_lens) if prefix_lens is None else (prefix_lens, prefix_lens)
         self.apply_pending()
@@ -132,7 +135,7 @@ class TierManager(TierState):
         direct_pages = None if direct_ids is None else self.pages_of(direct_ids)
         live = rows > 0
         self.row_len[rows] = torch.where(live, seq_lens, 0)
-        # Touch the pages that this batch reads first: its old window must then give way last.
+        # First touch the pages that this batch reads, so that its old window loses BF16 copies last.
         self._touch(self.window(rows, touched))
         window = self.window(rows, seq_lens)
         if self.sink_cache is not None:
@@ -155,16 +158,17 @@ class TierManager(TierState):
     # -- events ------------------------------------------------------------------------------------
 
     def apply_now(self) -> None:
-        """Applies pending events between plans, on the stream that runs the layers; the next decode step is planned.
+        """Applies pending events between plans, on the stream that runs the layers.
 
-        Does nothing while pages of a move are not known yet (``PendingOps.has_open_move``).
+        The next decode step is then planned. Does nothing while the pages of a move are not known yet
+        (``PendingOps.has_open_move``).
         """
         if not self.pending.has_open_move:
             self._dirty |= bool(self.pending)
             self.apply_pending()
 
     def apply_pending(self) -> None:
-        """Applies the scheduler's events since the last plan, in their order."""
+        """Applies the events that the scheduler recorded since the last plan, in order."""
         self._apply_reset()
         for event in self.pending.drain(self.pool.device):
             if isinstance(event, AllocatedPages):
@@ -225,7 +229,7 @@ class TierManager(TierState):
         elif isinstance(event, FoldedPages):
             self._fills.fold(event)
         elif isinstance(event, MovedBoundary):
-            self._fills.place()  # they name pages
+            self._fills.place()  # first, because copies that wait name pages, which may move
             move_boundary(self, event.first_slot)
             self._dirty = True
         else:
@@ -233,17 +237,17 @@ class TierManager(TierState):
             self._dirty = True
 
     def record_pages(self, pages: torch.Tensor) -> None:
-        """Quantizes whole pages int64 ``[n]`` that have no records, so that these can be copied out.
+        """Quantizes those of the whole pages int64 ``[n]`` that have no records, so that records can be copied out.
 
-        Events may have been applied for it, so the next batch is planned.
+        The next batch is planned, because the caller may have applied events first.
         """
         self.ensure_records(pages)
         self._dirty = True
 
     def prepare_folds(self) -> None:
-        """Compiles the kernels that folds need, so that no request waits for the compiler. Changes nothing."""
+        """Compiles the kernels that folds need, so that no request waits for the compiler. Changes no state."""
         pool = self.pool
-        page, tokens = (torch.arange(n, device=pool.device) for n in (1, P))  # page 0 to itself
+        page, tokens = (torch.arange(n, device=pool.device) for n in (1, P))  # folds page 0 into itself
         self._move_tokens(page, page, tokens.expand(pool.layers, pool.kv_heads, P).contiguous())
 
     def _move_tokens(self, source: torch.Tensor, target: torch.Tensor, tokens: torch.Tensor) -> None:
@@ -254,11 +258,11 @@ class TierManager(TierState):
     def before_backup(self, pages: torch.Tensor) -> None:
         """Prepares pages for a copy of their records to host memory.
 
-        Call it on the stream that runs the model, once, before the copy is submitted to another stream. That stream
-        must then wait for this one. Until the copy is done, the caller keeps the pages from being freed.
+        Call this once, on the stream that runs the model, before the copy is submitted to another stream. That stream
+        must then wait for this one. The caller must keep the pages from being freed until the copy is done.
 
-        Pending events come first: a page may be the target of a copy or fold that waits among them. Then pages that
-        exist only in BF16 are quantized. They keep their BF16 copies, so that nothing reads other values than before.
+        Pending events are applied first, because a page may be the target of a pending copy or fold. Then pages that
+        exist only in BF16 are quantized. They keep their BF16 copies, so requests read the same values as before.
 
         Args:
             pages: int64 ``[n]`` on the pool's device, whole pages of committed tokens.
@@ -272,12 +276,13 @@ class TierManager(TierState):
     def before_load(self, pages: torch.Tensor) -> None:
         """Prepares pages for a copy of their records from host memory.
 
-        Call it on the stream that runs the model, once, before the copy is submitted to another stream. That stream
-        must then wait for this one. Whatever reads the pages' records waits for the copy: attention, and plans that
-        apply a copy or fold of them or restore their BF16 pages.
+        Call this once, on the stream that runs the model, before the copy is submitted to another stream. That stream
+        must then wait for this one. Everything that reads the pages' records must wait for the copy: attention, and
+        plans that copy or fold the pages or restore their BF16 copies.
 
-        Pending events come first: the pages may just have been freed, with a copy of their old records still waiting.
-        Then they count as quantized. Pages that already have records or a BF16 copy are in use: ``errors`` counts them.
+        Pending events are applied first, because the pages may just have been freed, and a copy of their old records
+        may be pending. Then the pages count as quantized. A page that already has a record or a BF16 copy is in use,
+        which is an error; ``errors`` counts such pages.
 
         Args:
             pages: int64 ``[n]`` on the pool's device, just allocated.
@@ -290,7 +295,10 @@ class TierManager(TierState):
         self.page_valid.index_fill_(0, pages, True)
 
     def _apply_for_copy(self, what: str, pages: torch.Tensor) -> None:
-        """Applies pending events between plans; the next decode step is planned, as if they were still pending."""
+        """Applies pending events between plans, before pages are copied; ``what`` names the caller in the error.
+
+        The next decode step is then planned, as it would be if the events were still pending.
+        """
         if self.pending.has_open_move:
             raise KVQuantError(
                 f"{what}: an insertion into the tree is under way, whose pages are not known yet. Submit copies after "
@@ -300,7 +308,7 @@ class TierManager(TierState):
         self.apply_now()
 
     def keep_first_tokens(self, pages: torch.Tensor, tokens: torch.Tensor) -> None:
-        """Keeps first tokens BF16 ``[layers, n, 2, kv_heads, D]`` of pages int64 ``[n]`` that come from elsewhere."""
+        """Keeps first tokens, BF16 ``[layers, n, 2, kv_heads, D]``, of pages int64 ``[n]`` loaded from elsewhere."""
         if self.sink_cache is not None:
             self.sink_cache.keep(
                 pages, torch.ones_like(pages, dtype=torch.bool), tokens, self.pool.page_slot, self.steps
@@ -319,8 +327,8 @@ class TierManager(TierState):
         """Assigns BF16 pages to the window pages that the batch writes, and to first pages that a prefill reads.
 
         Returns:
-            first pages to restore, int64 ``[batch]``, 0 for none; None if there can be none. They are pinned from now
-            on, like pages that never lost their BF16 copy, so they fit as well.
+            First pages to restore, int64 ``[batch]``, 0 for none; None if there can be none. They are pinned from now
+            on, like first pages that never lost their BF16 copies, so there is room for them too.
         """
         index, exists, pages = window
         lost = self.pool.page_slot[pages] < 0
@@ -335,8 +343,8 @@ class TierManager(TierState):
             spared.index_fill_(0, self.sink_cache.entries(restored), True)
         need, pages = need.flatten(), pages.flatten()
 
-        # A page that this batch resumes in its middle and pushes out of the window is written in BF16 once more. It
-        # keeps its BF16 copy until the next plan quantizes it.
+        # The batch may resume a page in its middle and also push this page out of the window. Such a page is written in
+        # BF16 once more, and it keeps its BF16 copy until the next plan quantizes it.
         resumed = (prefix_lens // P)[:, None]
         is_resumed = (prefix_lens[:, None] % P > 0) & (rows > 0)[:, None]
         resumed_pages = self.pages_at(rows, resumed, is_resumed).flatten()
@@ -358,13 +366,13 @@ class TierManager(TierState):
         after_lost = torch.where(lost, index + 1, 0).amax(1)
         sink_end = first_lost.clamp(max=self.sink_pages)
         history = self.history_pages(lens, more)
-        # There is no history while everything fits into sinks and window.
+        # There is no history while all tokens fit into sinks and window.
         history_end = torch.maximum(torch.where(history > self.sink_pages, history, sink_end), after_lost)
 
         index = torch.arange(-(-max_len // P), device=rows.device).expand(len(rows), -1)
         exists = (index * P < lens[:, None]) & live[:, None]
         pages = self.pages_at(rows, index, exists)
-        # The scheduler may rewrite the rows from here on, so layers read this copy.
+        # The scheduler may rewrite ``req_to_token`` from here on, so layers read this copy.
         known = self.pool.row_pages[rows, : index.shape[1]]
         self.pool.row_pages[rows, : index.shape[1]] = torch.where(exists, pages.int(), known)
         in_history = exists & (index >= sink_end[:, None]) & (index < history_end[:, None])
