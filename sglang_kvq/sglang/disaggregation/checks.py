@@ -15,7 +15,7 @@ from sglang_kvq.sglang.hooks import TRANSFERS
 from sglang_kvq.sglang.types import ModelConfig, ServerArgs
 
 #: Supported transfer back ends: their buffers may differ in size, and they send a request's state with its last chunk.
-#: SGLang resolves the second to the first, over TCP.
+#: SGLang resolves ``mooncake_tcp`` to ``mooncake``, with TCP as its transport.
 BACKENDS = ("mooncake", "mooncake_tcp", "nixl")
 
 _UNTRIED = "not tried with --kv-quant and --disaggregation-mode yet"
