@@ -136,7 +136,7 @@ def device_of(values: Mapping[str, Any]) -> str:
     device = str(values.get("device") or get_device()).split(":")[0]
     if device not in ("cpu", "cuda"):
         raise KVQuantError(f"--device {device}: --kv-quant runs on cuda, and on cpu for tests; leave out --kv-quant.")
-    if device == "cuda" and torch.version.hip:  # SGLang's models then write the cache themselves
+    if device == "cuda" and torch.version.hip:  # on ROCm SGLang's models write the cache themselves
         raise KVQuantError("ROCm: --kv-quant runs on NVIDIA GPUs, and on cpu for tests; leave out --kv-quant.")
     return device
 

@@ -61,9 +61,10 @@ def step_tokens(server_args: ServerArgs) -> int:
 
 
 def typed(server_args: ServerArgs, field: str) -> bool:
-    """Returns True if the user gave a setting, which is assumed if it differs from SGLang's default.
+    """Returns True if the user gave a setting, that is, if its value differs from SGLang's default.
 
-    A user who typed the default value goes unnoticed, by SGLang before ``NEW_TREE`` too.
+    Before ``NEW_TREE`` a setting may be typed with its default value. It then counts as not given; SGLang cannot tell
+    either.
     """
     kind = type(server_args)
     names = getattr(kind, "__struct_fields__", None)

@@ -465,7 +465,7 @@ _SCHEDULER: tuple[Hook, ...] = (
     around("managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.begin_weight_update(recv_req)",
          "attention.folded_weights:refuse_update_session", "refuses while V is folded into the weights", only=NEW_TREE),
     call("managers.io_struct.BeginWeightUpdateReqOutput", "refuses while V is folded into the weights", only=NEW_TREE),
-    # Weights: in another server the loaded weights would miss the inverse of their folded rotation
+    # Weights: folded weights must not leave this server, because they are not the checkpoint's
     around(f"{_EXPORTER}.init_weights_send_group_for_remote_instance("
          "master_address, ports, group_rank, world_size, group_name, backend)",
          "attention.folded_weights:refuse_sending", "refuses while V is folded into the weights"),

@@ -202,7 +202,7 @@ def run_scheduler(run: Handler, server_args: ServerArgs, *args: Any, **kwargs: A
     """
     from sglang.srt.plugins import load_plugins
 
-    load_plugins()  # SGLang's own call, a moment earlier; it runs once
+    load_plugins()  # SGLang calls it a moment later anyway; only the first call has an effect
     if not any(h.handler == "plugin:before_scheduler_init" and _is_applied(h) for h in _installed):
         raise SystemExit("--kv-quant: SGLang did not load the sglang-kvq plugin in the scheduler process; see its log.")
     return run(server_args, *args, **kwargs)

@@ -78,7 +78,7 @@ class KVQuantBackend(AttentionBackend):
         self.ops, self.tiers, self.watch, self.mixed = ops, tiers, ErrorWatch(tiers), mixed
         self.index_of = {layer_id: index for index, layer_id in enumerate(layer_ids)}
         rows, self.max_context_len = tiers.pool.req_to_token.shape
-        self.seen = SeenBuffers(2 * rows, branching, tiers.pool.device)  # padding makes batches longer than rows
+        self.seen = SeenBuffers(2 * rows, branching, tiers.pool.device)  # padded batches may exceed the table
 
     # -- once per batch -------------------------------------------------------------------------
 
@@ -161,7 +161,7 @@ class KVQuantBackend(AttentionBackend):
         On a GPU it launches 3 kernels per layer, or 4 if V's rotation is not folded into the weights, and one or two
         more per step:
 
-        0. ``plan_attention``: in the first layer, divides the lengths into items of work, for each way to launch 2.
+        0. ``plan_attention``: in the first layer, divides lengths into items of work, once for each way to launch 2.
 
         1. ``rotate_and_store``: rotates q, k and v, and writes k and v to their BF16 copies.
         2. ``decode``: computes the partial result of every item.

@@ -17,8 +17,8 @@ class WindowedBackend(AttentionBackend):
 
     Args:
         full: backend of the layers in the cache.
-        windows: backend of all other layers. Its planning reads data that the scheduler shares no later than that of
-            ``full``.
+        windows: backend of all other layers. Its planning finishes reading the scheduler's shared data no later than
+            the planning of ``full``.
     """
 
     #: SGLang's backend has room only for as many requests as may run.

@@ -14,9 +14,9 @@ WIRE_FORMAT = 1
 def layout_name(state: Runtime, attention_workers: int, draft: str | None = None) -> str:
     """Returns the name of this server's layout, in a form that people can compare in an error message.
 
-    It covers codes, widths and clips of every layer, the rotations, the window, the division of heads, and a draft
-    model's pages (``drafts.layout_of``), if there are any. Settings that only decide which pages have BF16 copies, like
-    ``--kv-quant-bf16-budget``, may differ between servers.
+    It covers codes, widths and clips of every layer, the rotations, the window and the division of heads. With a draft
+    model it also covers that model's pages (``drafts.layout_of``). Settings that only decide which pages have BF16
+    copies, like ``--kv-quant-bf16-budget``, may differ between servers.
     """
     config, geometry = state.config, state.geometry
     codes = [(layer, repr(form)) for layer, form in zip(state.layer_ids, geometry.formats)]

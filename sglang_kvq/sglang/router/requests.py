@@ -200,7 +200,7 @@ def compute_request(obj: GenerateRequest, ids: array[int], namespace: Namespace,
 
 
 async def token_array(ids: np.ndarray) -> array[int]:
-    """Returns tokens as the array type that SGLang makes of a list, built in parts, so that other requests can run.
+    """Converts tokens to the array type that SGLang uses, in parts, so that other requests can run in between.
 
     In one piece it would take 20 ms for a million tokens, mostly to allocate memory.
     """

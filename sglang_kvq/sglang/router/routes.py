@@ -73,7 +73,7 @@ def routes(manager: TokenizerManager, config: KVQuantConfig, token_bytes: tuple[
         except KVQuantError as problem:
             return error(problem, "NotFound", 404)
 
-    # Annotations are set below, as types: this module's are strings, and FastAPI cannot resolve the local name Request.
+    # Annotations in this module are strings, and FastAPI cannot resolve the local name Request. So they are set below.
     async def every(request: Any) -> Any:
         return of_tenant(
             request, lambda tenant: {"object": "list", "data": [answer(session) for session in store.of(tenant)]}

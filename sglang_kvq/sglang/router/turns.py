@@ -68,7 +68,7 @@ class Workers:
 
     @contextmanager
     def abortable(self, rid: str) -> Iterator[None]:
-        """Lets a request be aborted while its body prepares it: SGLang knows no request of this id yet.
+        """Notices the abort of a request while the body prepares it, when SGLang has no request with this id yet.
 
         Raises:
             answers.Ended: after the body, if the request was aborted meanwhile.
