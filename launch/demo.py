@@ -99,7 +99,7 @@ def run(options: argparse.Namespace, console: Console) -> None:
     if options.episodes:
         demo_episodes.run(model, options.method, options.flags, cpu, console)
         return
-    # On a CPU the share refers to the machine's free memory: a tenth is enough to show the difference.
+    # On a CPU this is a share of the machine's free memory; a tenth is enough to show the difference.
     memory = ["--mem-fraction-static", "0.1"] if cpu else []
     with ExitStack() as servers:
         kvq_server = Server(model, "--kv-quant", options.method, *memory, *options.flags, cpu=cpu)
@@ -112,7 +112,7 @@ def run(options: argparse.Namespace, console: Console) -> None:
         if not options.serve:
             kvq_server.stop()
 
-        # As many tokens as BF16 fits into the bytes the first server used.
+        # As many tokens as fit in BF16 into the bytes that the first server used.
         same = kvq.kv_quant.get("bf16_tokens_same_memory")
         memory = ["--mem-fraction-static", "0.3"] if cpu else []
         limit = ["--max-total-tokens", str(same)] if same else []
@@ -130,7 +130,7 @@ def run(options: argparse.Namespace, console: Console) -> None:
 
 
 def wait(server: Server, console: Console) -> None:
-    """Leaves the server up until Ctrl-C."""
+    """Keeps the server running until Ctrl-C."""
     curl = (
         f"curl {server.url}/v1/chat/completions -H 'Content-Type: application/json' \\\n"
         f"""  -d '{{"model": "default", "messages": [{{"role": "user", "content": "{SHORT}"}}]}}'"""
@@ -161,7 +161,7 @@ def main() -> None:
     parser.add_argument("flags", nargs="*", help="after --: more SGLang flags, for both servers")
     options = parser.parse_args()
     console = Console()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # like Ctrl-C: unwinds, so that servers stop
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # unwinds like Ctrl-C, so that servers stop
     begin = time.monotonic()
     try:
         run(options, console)

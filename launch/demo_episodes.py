@@ -25,7 +25,7 @@ FLAGS = (
 )
 SESSION = "the-demo"
 
-#: Topics, one per sitting: a remark of the user, and further text about the topic.
+#: Topics, one per sitting: a remark by the user, and further text about the topic.
 SITTINGS = (
     (
         "I adopted a parrot yesterday. Her name is Pixie and she is four years old.",
@@ -63,7 +63,7 @@ SITTINGS = (
         "and is worth it in any town. ",
     ),
 )
-#: Questions, each with the beginning of its answer: so small a model finds a remark only if it can continue it.
+#: Questions, each with the beginning of its answer: this small model finds a remark only if it can continue it.
 QUESTIONS = (
     ("What is the name of my parrot?", "You said: I adopted a parrot yesterday. Her name is"),
     ("In which color do we paint the kitchen?", "You said: We paint the kitchen on Saturday. Martha wants it in"),

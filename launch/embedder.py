@@ -25,7 +25,7 @@ def ensure(folder: Path = FOLDER) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     log = folder / "download.log"
     if find_spec("sentence_transformers") is None:
-        with step(RUNS_IT):  # without dependencies: all are installed, in the versions that SGLang needs
+        with step(RUNS_IT):  # without dependencies: SGLang's environment has them all, in the versions that it needs
             call([sys.executable, "-m", "pip", "install", "--no-deps", RUNS_IT], log)
     target = folder / "all-MiniLM-L6-v2"
     if not (target / "modules.json").exists():

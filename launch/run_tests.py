@@ -35,11 +35,12 @@ from sglang_kvq.releases import NEWEST, OLDEST
 ROOT = Path(__file__).resolve().parent.parent
 #: The model that servers and tests of rotations load.
 MODEL = ROOT / ".models" / "SmolLM2-135M-Instruct"
-#: Modules that the newest release's environment runs first; any that finds something fails the whole.
+#: Linters, which run in the newest release's environment; a finding of any of them fails the whole run.
 LINTERS = (("ruff", "format", "--check", "--quiet"), ("ruff", "check", "--quiet"), ("mypy",))
 #: Folders of tests that run in both environments; all others are unit tests and run once.
 BOTH = ("tests/sglang", "tests/e2e")
-#: Jobs in the newest release's environment, the longest first after those of ``EARLY``. Another runs all other tests.
+#: Jobs in the newest release's environment: those of ``EARLY``, then the longest first. One more job runs all other
+#: tests.
 JOBS = {
     "compiled kernels": ("tests/kernels/test_compile.py",),
     "kernels": ("tests/kernels",),
@@ -48,9 +49,9 @@ JOBS = {
     "cache and rotations": ("tests/cache", "tests/rotations"),
     "evaluation and benchmarks": ("tests/evaluation", "tests/benchmarks"),
 }
-#: Jobs that need nothing but the newest release's environment, and begin while the rest is prepared.
+#: Jobs that need only the newest release's environment, so they begin while the rest is prepared.
 EARLY = ("compiled kernels", "kernels", "ruff and mypy")
-#: Jobs of ``--quick``, without servers.
+#: Jobs of ``--quick``; none starts a server.
 QUICK = {
     "cache and kernels": (
         *("tests/cache/test_[f-r]*.py", "tests/cache/test_s[iopt]*.py", "tests/cache/test_t*.py"),
@@ -74,15 +75,16 @@ QUICK = {
     ),
     "schedules": ("tests/cache/test_schedules.py",),
 }
-#: NIXL moves pages between servers and to storage in nightly tests; 68 MB, without its build for another CUDA release.
+#: Installs NIXL, with which nightly tests send pages to servers and to storage: 68 MB, without its build for another
+#: CUDA release.
 NIGHTLY_PACKAGES = ("pip", "install", "--quiet", "--no-deps", "nixl==1.5.1", "nixl-cu12==1.5.1")
-#: Programs of ``--container``; packages have the same names, kubectl's in a package source of Kubernetes' own.
+#: Programs that ``--container`` needs. Their packages have the same names; kubectl's is in Kubernetes' package source.
 CONTAINER_TOOLS = ("buildah", "kubectl", "mmdebstrap", "podman", "runc")
-#: Unit tests that are named on a command line have a process for each core.
+#: Options for unit tests that a command line names: one process per core.
 SPREAD = ("--numprocesses=auto", "--dist=worksteal")
-#: Each process has one thread: threads that wait for those of another process cost far more than a core gains.
+#: Gives each process one thread: threads that wait for those of another process cost more time than a core saves.
 ONE_CORE = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-#: Number of slowest tests that are listed.
+#: Number of slowest tests in the summary.
 SLOWEST = 12
 #: pytest's exit code for "no tests collected", which -k may cause in one of the jobs.
 NOTHING_COLLECTED = 5
@@ -90,7 +92,7 @@ NOTHING_COLLECTED = 5
 
 @dataclass(frozen=True)
 class Job:
-    """Commands that run one after the other: modules of a release's environment, with arguments."""
+    """Commands that run one after the other; each is a module in a release's environment, with arguments."""
 
     title: str
     version: str
@@ -119,7 +121,7 @@ def pytest_job(title: str, version: str, words: Sequence[str]) -> Job:
 
 
 def container_job(options: Sequence[str]) -> Job:
-    """Returns the job of ``--container``, which first installs what only these tests need.
+    """Returns the job of ``--container``, which first installs the packages that only these tests need.
 
     Raises:
         StepFailed: this machine cannot build or run images.
@@ -137,13 +139,13 @@ def container_job(options: Sequence[str]) -> Job:
 
 
 def is_sglang(path: str) -> bool:
-    """Returns whether a path from the command line lies in the folders that run in both environments."""
+    """Returns whether a path from the command line is in the folders that run in both environments."""
     relative = Path(os.path.relpath(path.split("::")[0], ROOT))
     return any(Path(folder) == relative or Path(folder) in relative.parents for folder in BOTH)
 
 
 def without_earlier(groups: dict[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
-    """Returns pytest's paths for groups of patterns, of which each leaves out the files of those before it."""
+    """Returns pytest's paths for groups of patterns; each group leaves out the files of earlier groups."""
     words: dict[str, tuple[str, ...]] = {}
     taken: list[str] = []
     for title, patterns in groups.items():
@@ -173,24 +175,24 @@ def plan(words: Sequence[str], quick: bool = False, everything: bool = False) ->
         jobs = [pytest_job("unit tests", NEWEST, [*unit, *SPREAD, *options])] if unit else []
         jobs += [pytest_job(f"SGLang {NEWEST}", NEWEST, [*older, *options])] if older else []
     if older and not quick:
-        # Behind the newest release's: memory is enough for the servers of two jobs.
+        # After the newest release's job: memory suffices for the servers of two jobs.
         early = sum(job.title in EARLY for job in jobs)
         jobs.insert(early + 1, pytest_job(f"SGLang {OLDEST}", OLDEST, [*older, *options]))
     return [*(with_packages(job) if everything else job for job in jobs), *linters]
 
 
 def with_packages(job: Job) -> Job:
-    """Returns the job behind an installation of what its nightly servers need."""
+    """Returns the job; if it starts servers, it first installs the packages that nightly servers need."""
     paths = [os.path.relpath(word, ROOT) for words in job.commands for word in words if not word.startswith("-")]
     servers = job.version == NEWEST and any(path.startswith("tests/e2e") for path in paths)
     return replace(job, commands=(NIGHTLY_PACKAGES, *job.commands)) if servers else job
 
 
 class Runner:
-    """Executes jobs side by side: one more than there are cores, since those with servers also wait.
+    """Executes jobs side by side: one more than there are cores, because jobs with servers often wait.
 
     Attributes:
-        prepared: ends when everything is there. Jobs of ``EARLY`` begin before.
+        prepared: future that ends when all environments and the model are ready. Jobs of ``EARLY`` do not wait for it.
     """
 
     def __init__(self, prepared: Future[None], folder: Path) -> None:
@@ -201,7 +203,7 @@ class Runner:
         pool = ThreadPoolExecutor(1 + (os.cpu_count() or 1))
         try:
             for done in as_completed([pool.submit(self._execute, job) for job in jobs]):
-                done.result()  # raises what could not be prepared at once
+                done.result()  # raises immediately if something could not be prepared
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
             for process in self._running:
@@ -243,7 +245,7 @@ def prepare_others(versions: Iterable[str], python: Path) -> None:
     """Prepares the model that servers and tests of rotations load, then these releases' environments.
 
     Args:
-        python: an environment's, whose packages convert the model.
+        python: Python of an environment whose packages can convert the model.
     """
     if not (MODEL / "config.json").exists():
         print("the small model that tests load", flush=True)
@@ -253,7 +255,7 @@ def prepare_others(versions: Iterable[str], python: Path) -> None:
 
 
 def execute(jobs: Sequence[Job], folder: Path) -> Found:
-    """Executes jobs; prepares what the first of them do not need beside them.
+    """Executes jobs; meanwhile prepares everything that the first jobs do not need.
 
     Raises:
         StepFailed: something could not be prepared.

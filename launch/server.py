@@ -34,7 +34,7 @@ class ServerError(RuntimeError):
 def cpu_flags(flags: Sequence[str]) -> list[str]:
     """Returns ``flags`` with the CPU's defaults before them, so that a flag given twice takes the caller's value."""
     chosen = flags[flags.index("--kv-quant") + 1] if "--kv-quant" in flags else "none"
-    # With a method the plugin brings its own attention backend.
+    # With a method, the plugin has its own attention backend.
     backend = ["--attention-backend", "torch_native"] if chosen == "none" else []
     capacity = () if "--mem-fraction-static" in flags else CPU_CAPACITY
     return [*CPU_FLAGS, *capacity, *backend, *flags]
@@ -43,7 +43,8 @@ def cpu_flags(flags: Sequence[str]) -> list[str]:
 def cpu_environment(flags: Sequence[str]) -> dict[str, str]:
     """Returns the environment variables of SGLang's CPU engine for these flags.
 
-    It binds each rank to one NUMA node unless told which cores to use, and stops with more ranks than nodes.
+    Unless told which cores to use, the engine binds each rank to one NUMA node, and stops if there are more ranks than
+    nodes.
     """
     chosen = {"SGLANG_USE_CPU_ENGINE": "1"}
     sizes = [int(flags[flags.index(flag) + 1]) for flag in ("--tp-size", "--pp-size") if flag in flags]
@@ -151,12 +152,12 @@ class Server(ServerProcess):
         return info
 
     def kv_quant(self) -> dict[str, Any]:
-        """Returns the plugin's part of ``/server_info``: what is served, and how much of it is in use now.
+        """Returns the plugin's part of ``/server_info``: method, sizes, and current use.
 
         Raises:
             ServerError: the server reports none, so the plugin is not in use.
         """
-        # One part is fixed at start and one is the scheduler's state; later parts are more recent.
+        # One part is fixed at start, the other is the scheduler's state; later parts are more recent.
         found = [part for part in _find(self.info(), "kv_quant") if isinstance(part, dict)]
         if not found:
             raise ServerError(f"/server_info has no kv_quant: the plugin is not in use\n{self.log_tail()}")

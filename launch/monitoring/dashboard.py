@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 FILE = Path(__file__).parent / "grafana" / "sglang-kvq.json"
-#: A panel's size on Grafana's grid: columns of 24, and rows.
+#: A panel's size on Grafana's grid: columns, of 24, and rows.
 WIDTH, HEIGHT = 8, 7
-#: Grafana puts a suitable range here.
+#: Grafana replaces this variable by a suitable time range.
 INTERVAL = "$__rate_interval"
 
 
@@ -17,9 +17,9 @@ class Panel:
     """A panel of curves.
 
     Attributes:
-        queries: PromQL and the legend of its curves.
-        unit: Grafana's name of it.
-        sessions: its metrics exist with ``--episodic-policy`` only.
+        queries: PromQL query and legend of each curve.
+        unit: Grafana's name of the unit.
+        sessions: True if the metrics exist only with ``--episodic-policy``.
     """
 
     title: str
@@ -39,7 +39,7 @@ def rate(metric: str) -> str:
 
 
 def of_sglang(metric: str) -> str:
-    """Returns SGLang's metric, whose colon some releases of Prometheus store as an underscore."""
+    """Returns a selector of SGLang's metric; some releases of Prometheus store its colon as an underscore."""
     return f'{{__name__=~"sglang[:_]{metric}"}}'
 
 

@@ -1,12 +1,13 @@
-"""Every architecture that the supported SGLang releases list, by family: whether ``--kv-quant`` serves it, how that was
-tested, or why not and what would lift it.
+"""Table of all architectures in the supported SGLang releases, by family.
 
-One table for all releases: ``checks.py`` refuses by it what only the loaded model would show, ``kvq doctor --model``
-answers from it, and ``docs/models.py`` writes it to docs/results/models.md. ``tests/sglang/test_architectures.py``
-compares it with SGLang and with what the checks say. A family is one line: to serve one, change its line. Imports no SGLang.
+It says whether ``--kv-quant`` serves a family and how that was tested, or why it is refused and what would lift the
+refusal. One table covers all releases. ``checks.py`` reads it to refuse models whose unsupported property shows only in
+loaded layers. ``kvq doctor --model`` answers from it, and ``docs/models.py`` writes it to docs/results/models.md.
+``tests/sglang/test_architectures.py`` compares it with SGLang and with the checks. A family is one line: to serve a
+family, change its line. This module does not import SGLang.
 """
 
-# ruff: noqa: E501  (one line a family, however long: changes to two families never meet)
+# ruff: noqa: E501  (one line per family, however long: so changes to two families never conflict)
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from sglang_kvq.sglang.types import ModelConfig
 
 
 class Answer(str, Enum):
-    """Answer to the question if a family is served."""
+    """Answer to the question whether a family is served."""
 
     SERVED = "served"
     IN_PART = "in part"
@@ -85,14 +86,14 @@ NPU = Reason("an implementation for NPUs", "nothing planned: --kv-quant runs on 
 
 @dataclass(frozen=True)
 class Family:
-    """Architectures that stand or fall together.
+    """Architectures that are served or refused together.
 
     Attributes:
-        name: as people say it.
-        architectures: classes, as ``architectures`` in config.json names them.
-        evidence: of those that are served.
-        reason: of those that are refused, in part or all.
-        note: what of it is served, what it needs, or what SGLang itself leaves out.
+        name: common name.
+        architectures: class names, as in ``architectures`` of config.json.
+        evidence: how it is known that the family is served; None if it is refused.
+        reason: why the family, or a part of it, is refused; None if all of it is served.
+        note: which part is served, what it needs, or what SGLang itself leaves out.
     """
 
     name: str
@@ -238,10 +239,10 @@ FAMILIES: tuple[Family, ...] = (
 
 @cache
 def by_architecture() -> dict[str, Family]:
-    """The family of each architecture.
+    """Returns the family of each architecture.
 
     Raises:
-        ValueError: two families claim one: a mistake in this file.
+        ValueError: two families list the same architecture, a mistake in this file.
     """
     found: dict[str, Family] = {}
     for family in FAMILIES:
@@ -253,12 +254,12 @@ def by_architecture() -> dict[str, Family]:
 
 
 def family_of(architectures: list[str] | None) -> Family | None:
-    """The family of a config's ``architectures``; None if the table has none of them."""
+    """Returns the family of a config's ``architectures``; None if the table has none of them."""
     return next((by_architecture()[name] for name in architectures or () if name in by_architecture()), None)
 
 
 def refusal_of(architectures: list[str] | None) -> str | None:
-    """Returns the property that keeps a whole family from being served, or None if some models are."""
+    """Returns the property for which a whole family is refused; None if some or all of its models are served."""
     family = family_of(architectures)
     if family is None or family.answer is not Answer.REFUSED or family.reason is None:
         return None
@@ -266,10 +267,10 @@ def refusal_of(architectures: list[str] | None) -> str | None:
 
 
 def unsupported_windows(model: ModelConfig, layer_types: Collection[str]) -> str | None:
-    """Completes "this model has ..." if its windows are not served; None if they are, or if it has none.
+    """Returns a completion of "this model has ..." if its windows are not served; None if they are, or if it has none.
 
     Args:
-        layer_types: the kinds of its layers, by its config.
+        layer_types: kinds of the model's layers, by its config.
     """
     if not model.is_hybrid_swa:
         if "sliding_attention" not in layer_types:

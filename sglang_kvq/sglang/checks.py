@@ -1,7 +1,8 @@
-"""Refusals of settings that ``--kv-quant`` does not support, with the fix, before any process is spawned.
+"""Refuses settings that ``--kv-quant`` does not support, and names the fix, before any process is spawned.
 
-Three moments, each as early as its facts are known: ``check_flags`` and ``check_named_model`` on what the user typed,
-``check_resolved`` on what SGLang made of it, ``after_configure`` in each scheduler on the pool in use.
+Checks run at three moments, each as early as its facts are known. ``check_flags`` and ``check_named_model`` check the
+flags as typed. ``check_resolved`` checks the settings that SGLang derived from them. ``after_configure`` checks the
+pool that each scheduler uses.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ class Refused:
     """A setting that must keep one of its harmless values.
 
     Attributes:
-        field: of ServerArgs; one that a release does not have is skipped.
-        why: completes "--flag: ...".
+        field: attribute of ServerArgs; skipped if a release does not have it.
+        why: the reason, which completes "--flag: ...".
         allowed: harmless values.
     """
 
@@ -51,7 +52,7 @@ _SHARED = "the value rotation is folded into this server's weights, so they cann
 _WHOLE = "it replaces the model's forward pass, and with it the attention that reads and writes the 2-bit cache"
 _ONE = (None, 1)
 
-#: By subject. LoRA is allowed: where weights cannot absorb the value rotation it is applied at run time.
+#: Refused settings, sorted by subject. LoRA is allowed: with it, the value rotation is applied at run time.
 REFUSED: tuple[Refused, ...] = (
     Refused("speculative_algorithm", _SPEC, (None, *SERVED)),
     Refused("speculative_eagle_topk", "drafts that branch are verified for NGRAM only; draft a chain, with 1", _ONE),
@@ -103,7 +104,7 @@ REFUSED: tuple[Refused, ...] = (
     Refused("grpc_mode", "schedulers that this server starts are not checked"),
 )
 
-#: Switches of SGLang that are environment variables, why they are refused, and in which releases.
+#: Environment variables of SGLang that are refused, why, and in which releases.
 REFUSED_ENVIRONMENT = (
     ("SGLANG_ENABLE_POST_CAPTURE_KV_SIZING", "the cache cannot be resized after graph capture", ""),
     ("SGLANG_EXPERIMENTAL_CPP_RADIX_TREE", "another prefix cache is not supported", ""),
@@ -114,7 +115,7 @@ REFUSED_ENVIRONMENT = (
 )
 
 
-#: Architectures whose recurrent states SGLang keeps, beside a pool for layers of plain full attention.
+#: Supported architectures with recurrent states: SGLang keeps the states, and a pool for layers of full attention.
 HYBRIDS = (
     "Qwen3NextForCausalLM",
     "Qwen3_5ForCausalLM",
@@ -125,26 +126,26 @@ HYBRIDS = (
 
 
 def device_of(values: Mapping[str, Any]) -> str:
-    """``cpu`` or ``cuda``, as SGLang will choose.
+    """Returns the device that SGLang will choose, ``cpu`` or ``cuda``.
 
     Raises:
-        KVQuantError: another device.
+        KVQuantError: SGLang will choose another device, or the GPU is AMD's.
     """
     from sglang.srt.utils.common import get_device
 
     device = str(values.get("device") or get_device()).split(":")[0]
     if device not in ("cpu", "cuda"):
         raise KVQuantError(f"--device {device}: --kv-quant runs on cuda, and on cpu for tests; leave out --kv-quant.")
-    if device == "cuda" and torch.version.hip:  # SGLang's models then write the cache themselves
+    if device == "cuda" and torch.version.hip:  # on ROCm SGLang's models write the cache themselves
         raise KVQuantError("ROCm: --kv-quant runs on NVIDIA GPUs, and on cpu for tests; leave out --kv-quant.")
     return device
 
 
 def check_flags(values: Mapping[str, Any], device: str) -> None:
-    """Refuses settings by what the user typed.
+    """Refuses settings as the user typed them.
 
     Raises:
-        KVQuantError: lists every one, with the fix.
+        KVQuantError: lists every refused setting, with the fix.
     """
     found = [
         f"{typed(r.field, values[r.field])}: {r.why}."
@@ -189,11 +190,11 @@ def _raise(found: list[str]) -> None:
 
 
 def after_check_server_args(result: None, server_args: ServerArgs) -> None:
-    """AFTER ``ServerArgs.check_server_args``: the last moment before SGLang spawns processes.
+    """AFTER ``ServerArgs.check_server_args``: runs the last checks before SGLang spawns processes.
 
     Raises:
-        KVQuantError: from ``Engine``; as SystemExit, without a traceback, from the command line.
-        SystemExit: this SGLang is not as the hook table says.
+        KVQuantError: ``Engine`` got a setting that cannot be served.
+        SystemExit: the command line has such a setting, or this SGLang differs from the hook table.
     """
     from sglang_kvq.sglang import plugin
 
@@ -210,7 +211,7 @@ def after_check_server_args(result: None, server_args: ServerArgs) -> None:
 
 
 def check_resolved(server_args: ServerArgs, config: KVQuantConfig) -> None:
-    """Refuses what SGLang derived from the flags and the model, and loads the rotations once to check that they fit.
+    """Refuses settings that SGLang derived from the flags and the model. Loads the rotations to check that they fit.
 
     Raises:
         KVQuantError: names the setting, the model's property or the rotation file.
@@ -253,7 +254,7 @@ def check_resolved(server_args: ServerArgs, config: KVQuantConfig) -> None:
         )
     check_mixed(server_args, model)
     check_query_heads(model, attention_workers(server_args))
-    if device == "cuda":  # on a CPU SGLang pads the heads
+    if device == "cuda":  # on a CPU SGLang pads the heads, so any number of workers can share them
         check_division(model, attention_workers(server_args))
     if config.episodic is not None:
         from sglang_kvq.sglang.router import checks as episodic_checks
@@ -272,10 +273,10 @@ def check_resolved(server_args: ServerArgs, config: KVQuantConfig) -> None:
 
 
 def check_mixed(server_args: ServerArgs, model: ModelConfig) -> None:
-    """Refuses mixed batches where they were not tried.
+    """Refuses ``--enable-mixed-chunk`` together with features with which it was not tried.
 
     Raises:
-        KVQuantError: names the other setting, or what the model keeps.
+        KVQuantError: names the other feature.
     """
     if not compat.resolved(server_args, "enable_mixed_chunk", False):
         return
@@ -290,14 +291,15 @@ def check_mixed(server_args: ServerArgs, model: ModelConfig) -> None:
 
 
 def check_named_model(values: Mapping[str, Any], config: KVQuantConfig) -> ModelConfig | None:
-    """``check_model`` before SGLang settles the other flags: for some models it would stop at one that we set.
+    """Runs ``check_model`` before SGLang settles the other flags.
+
+    For some unsupported models SGLang would otherwise stop first, at a flag that we set.
 
     Returns:
-        The model; None if it cannot be looked at yet, which is left to SGLang, which reports why, and to
-        ``check_resolved``.
+        The model's config; None if it cannot be read yet. Then SGLang reports why, or ``check_resolved`` checks it.
 
     Raises:
-        KVQuantError: as ``check_model``.
+        KVQuantError: as in ``check_model``.
     """
     from sglang.srt.configs.model_config import ModelConfig
 
@@ -309,14 +311,16 @@ def check_named_model(values: Mapping[str, Any], config: KVQuantConfig) -> Model
             model_override_args=values.get("json_model_override_args") or "{}",
             **given,
         )
-    except Exception:  # SGLang itself reads the same config a moment later, with every setting
+    except Exception:  # SGLang itself soon reads the same config, with all settings, and reports the error
         return None
     check_model(model, config)
     return model
 
 
 def check_model(model: ModelConfig, config: KVQuantConfig) -> None:
-    """Refuses attention that the cache does not hold, by SGLang's ModelConfig; layers are checked again once loaded.
+    """Refuses models whose attention the cache does not support, by SGLang's ModelConfig.
+
+    Layers are checked again once they are loaded.
 
     Raises:
         KVQuantError: the model's first unsupported property.
@@ -340,7 +344,10 @@ def check_model(model: ModelConfig, config: KVQuantConfig) -> None:
 
 
 def _unsupported(model: ModelConfig) -> Iterator[str]:
-    """Completions of "this model has ...", the plainest first: later ones ask what SGLang sets for some models only."""
+    """Yields completions of "this model has ...".
+
+    The simplest checks come first: later ones read attributes that SGLang sets for some models only.
+    """
     from sglang.srt.configs.model_config import AttentionArch, is_minimax_sparse
 
     text = model.hf_text_config
@@ -374,18 +381,18 @@ def _unsupported(model: ModelConfig) -> Iterator[str]:
         yield f"key heads of {model.head_dim} and value heads of {model.v_head_dim} elements"
     if model.head_dim not in HEAD_DIMS:
         yield f"heads of {model.head_dim} elements (supported: {', '.join(map(str, HEAD_DIMS))})"
-    if layers := architectures.refusal_of(model.hf_config.architectures):  # what only layers would show
+    if layers := architectures.refusal_of(model.hf_config.architectures):  # properties that only loaded layers show
         yield layers
 
 
 def check_query_heads(model: ModelConfig, workers: int) -> None:
-    """Refuses more query heads of a KV head than the kernels take.
+    """Refuses a model with more query heads per KV head than the kernels take.
 
     Args:
-        workers: that share the attention heads.
+        workers: number of workers that share the attention heads.
 
     Raises:
-        KVQuantError: says with how many workers the model is served.
+        KVQuantError: says how many workers can serve the model.
     """
 
     def group(workers: int) -> float:
@@ -401,12 +408,13 @@ def check_query_heads(model: ModelConfig, workers: int) -> None:
 
 
 def check_division(model: ModelConfig, workers: int) -> None:
-    """Refuses a number of GPUs that cannot share the model's heads: SGLang's layers assert so once they are built.
+    """Refuses a number of GPUs that cannot share the model's heads; SGLang's layers would fail an assertion later.
 
-    Query heads are divided. KV heads are divided too, or each is kept by as many workers, if there are fewer of them.
+    Workers divide the query heads. They divide KV heads too, or, if there are fewer KV heads than workers, an equal
+    number of workers keeps each KV head.
 
     Args:
-        workers: that share the attention heads.
+        workers: number of workers that share the attention heads.
 
     Raises:
         KVQuantError: names the heads, and the numbers of workers that can share them.
@@ -420,7 +428,7 @@ def check_division(model: ModelConfig, workers: int) -> None:
 
 
 def _indivisible(model: ModelConfig, workers: int) -> str | None:
-    """The heads that so many workers cannot share; None if there are none."""
+    """Returns the heads that this number of workers cannot share, in words; None if all heads can be shared."""
     kv_heads = model.get_total_num_kv_heads()
     if model.num_attention_heads % workers:
         return f"{model.num_attention_heads} query heads"
@@ -434,7 +442,7 @@ def _indivisible(model: ModelConfig, workers: int) -> str | None:
 
 
 def attention_workers(server_args: ServerArgs) -> int:
-    """Workers that share a request's attention heads."""
+    """Returns the number of workers that share a request's attention heads."""
     workers: int = compat.resolved(server_args, "tp_size", 1)
     if compat.resolved(server_args, "enable_dp_attention", False):
         workers //= compat.resolved(server_args, "dp_size", 1)
@@ -442,7 +450,7 @@ def attention_workers(server_args: ServerArgs) -> int:
 
 
 def _has_other_states(model: ModelConfig, layer_types: set[str]) -> bool:
-    """Returns True if a model has recurrent states and is none of ``HYBRIDS`` as the installed SGLang knows them."""
+    """Returns True if a model has recurrent states and is none of ``HYBRIDS``, as far as the installed SGLang knows."""
     from sglang.srt.configs.hybrid_arch import mambaish_config
 
     if mambaish_config(model) is None:
@@ -451,20 +459,20 @@ def _has_other_states(model: ModelConfig, layer_types: set[str]) -> bool:
 
 
 def after_configure(result: Any, configurator: Configurator, *args: Any, **kwargs: Any) -> None:
-    """AFTER ``KVCacheConfigurator.configure``: the pool and the allocator that will serve are this plugin's.
+    """AFTER ``KVCacheConfigurator.configure``: checks that pool and allocator are this plugin's.
 
     Raises:
-        SystemExit: SGLang built others: it must not serve BF16 under the name of ``--kv-quant``.
+        SystemExit: SGLang built its own, so ``--kv-quant`` would serve a plain BF16 cache.
     """
     config = config_of(configurator.server_args)
-    if config is None or configurator.is_draft_worker:  # whose pool is SGLang's, and whose allocator the target's
+    if config is None or configurator.is_draft_worker:  # a draft model has SGLang's pool and the target's allocator
         return
     from sglang.srt.mem_cache.allocator.swa import SWATokenToKVPoolAllocator
     from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool
     from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
     pool, allocator = result.token_to_kv_pool, result.token_to_kv_pool_allocator
-    if type(pool) in (HybridLinearKVPool, SWAKVPool):  # one derived from it is for another kind of attention
+    if type(pool) in (HybridLinearKVPool, SWAKVPool):  # not their subclasses, which serve other kinds of attention
         pool = pool.full_kv_pool
     if type(allocator) is SWATokenToKVPoolAllocator:
         allocator = allocator.full_attn_allocator
@@ -477,7 +485,7 @@ def after_configure(result: Any, configurator: Configurator, *args: Any, **kwarg
 
 
 def log_checkpoint_cache(model: torch.nn.Module) -> None:
-    """Logs if the checkpoint asks for a cache in another format, as ModelOpt's do: ``flags.complete`` decides."""
+    """Logs that a checkpoint asks for another cache format, as ModelOpt's may; ``flags.complete`` has overruled it."""
     wanted = getattr(getattr(model, "quant_config", None), "kv_cache_quant_algo", None)
     if wanted and str(wanted).lower() not in ("auto", "none"):
         logger.info("kv-quant decides how the cache is kept, not this checkpoint's kv_cache_quant_algo %s", wanted)

@@ -14,12 +14,12 @@ from sglang_kvq.sglang.types import ModelConfig, ServerArgs
 
 
 def sglang_version() -> Version:
-    """The installed SGLang's version."""
+    """Returns the version of the installed SGLang."""
     return Version(distribution_version("sglang"))
 
 
 def applies(specifier: str, version: Version) -> bool:
-    """Returns True if a release is in ``specifier`` (``""`` is all); a pre-release counts as its release."""
+    """Returns True if ``specifier`` contains a release (``""`` contains all); a pre-release counts as its release."""
     return SpecifierSet(specifier).contains(version.base_version, prereleases=True)
 
 
@@ -28,7 +28,7 @@ def is_supported(version: Version) -> bool:
 
 
 def resolved(server_args: ServerArgs, field: str, default: Any = None) -> Any:
-    """A setting as SGLang decided it. From ``NEW_TREE`` on the fields of ServerArgs keep what was typed."""
+    """Returns a setting as SGLang decided it. From ``NEW_TREE`` on the fields of ServerArgs keep the typed values."""
     result = getattr(import_module("sglang.srt.arg_groups.overrides"), "resolution_result", None)
     if result is None:
         return getattr(server_args, field, default)
@@ -36,34 +36,35 @@ def resolved(server_args: ServerArgs, field: str, default: Any = None) -> Any:
 
 
 def prefill_graphs(device: str) -> tuple[str, ...]:
-    """Returns the backends of CUDA graphs for prefill that are served, by SGLang's names.
+    """Returns SGLang's names of the CUDA graph backends for prefill that are supported.
 
-    ``breakable`` leaves attention out of its graphs. The others would freeze a batch's plan.
+    ``breakable`` leaves attention out of its graphs. Other backends would capture one batch's plan and repeat it.
     """
     served = device == "cuda" and applies(NEW_TREE, sglang_version())
     return ("disabled", "breakable") if served else ("disabled",)
 
 
 def prefill_chunk(server_args: ServerArgs) -> int | None:
-    """``--chunked-prefill-size``; None where prompts are prefilled whole."""
+    """Returns ``--chunked-prefill-size``; None if prompts are prefilled whole."""
     chunk = resolved(server_args, "chunked_prefill_size")
     return None if chunk is None or chunk <= 0 else int(chunk)
 
 
 def prefill_batch(server_args: ServerArgs) -> int:
-    """Most tokens of a prefill batch of several requests."""
+    """Returns the maximum number of tokens in a prefill batch of several requests."""
     return prefill_chunk(server_args) or int(resolved(server_args, "max_prefill_tokens"))
 
 
 def step_tokens(server_args: ServerArgs) -> int:
-    """Tokens that a decode step writes for each request: one, or the drafts."""
+    """Returns how many tokens a decode step writes for each request: one, or the number of drafts."""
     return int(resolved(server_args, "speculative_num_draft_tokens") or 1)
 
 
 def typed(server_args: ServerArgs, field: str) -> bool:
-    """Returns True if the user gave a setting: it differs from SGLang's default.
+    """Returns True if the user gave a setting, that is, if its value differs from SGLang's default.
 
-    Before ``NEW_TREE`` a setting may be given as what it would be anyway, and SGLang cannot tell either.
+    Before ``NEW_TREE`` a setting may be typed with its default value. It then counts as not given; SGLang cannot tell
+    either.
     """
     kind = type(server_args)
     names = getattr(kind, "__struct_fields__", None)
@@ -75,7 +76,7 @@ def typed(server_args: ServerArgs, field: str) -> bool:
 
 
 def setting(server_args: ServerArgs, field: str) -> Any:
-    """A setting as it is now, in a process that SGLang has configured and may have changed it in."""
+    """Returns a setting's current value in a process that SGLang has configured; SGLang may have changed the value."""
     context = import_module("sglang.srt.runtime_context")
     if hasattr(server_args, "override"):
         return getattr(server_args, field)
@@ -83,7 +84,7 @@ def setting(server_args: ServerArgs, field: str) -> Any:
 
 
 def override(server_args: ServerArgs, **fields: Any) -> None:
-    """Change settings in a process that SGLang has configured, in the way that it does itself."""
+    """Changes settings in a process that SGLang has configured, by SGLang's own means."""
     if hasattr(server_args, "override"):
         server_args.override("kv-quant", **fields)
     else:
@@ -91,7 +92,7 @@ def override(server_args: ServerArgs, **fields: Any) -> None:
 
 
 def model_config(server_args: ServerArgs) -> ModelConfig:
-    """SGLang's ModelConfig of a resolved ServerArgs; cached by SGLang, no weights are read."""
+    """Returns SGLang's ModelConfig of a resolved ServerArgs, which SGLang caches. Reads no weights."""
     overrides = import_module("sglang.srt.arg_groups.overrides")
     if hasattr(overrides, "model_config_of"):
         return overrides.model_config_of(server_args)
@@ -99,14 +100,14 @@ def model_config(server_args: ServerArgs) -> ModelConfig:
 
 
 def gpu_memory() -> float | None:
-    """Returns the MiB of the smallest NVIDIA GPU as SGLang counts them; None without one."""
+    """Returns the memory in MiB of the smallest NVIDIA GPU, as SGLang counts it; None without a GPU."""
     try:
         found: float | None = import_module("sglang.srt.utils.common").get_device_memory_capacity("cuda")
-    except (RuntimeError, ValueError):  # SGLang stops at it a moment later
+    except (RuntimeError, ValueError):  # SGLang itself stops with the same error soon after
         return None
     return found
 
 
 def attention_backend(device: str) -> str:
-    """The SGLang backend name that ours is registered under."""
+    """Returns the name of the SGLang attention backend that ours replaces."""
     return "torch_native" if device == "cpu" else "triton"

@@ -1,7 +1,7 @@
-"""``sglang.Engine(kv_quant="oscar", ...)``: the keywords of the flags, with underscores.
+"""``sglang.Engine(kv_quant="oscar", ...)``: takes the flags as keywords, with underscores.
 
-``Engine.__init__`` loads plugins and then builds ``self.server_args_class(**kwargs)``; that class attribute is
-the seam, so nothing of sglang_kvq needs importing in the user's program.
+``Engine.__init__`` loads plugins and then builds ``self.server_args_class(**kwargs)``. The plugin replaces that class
+attribute, so the user's program need not import sglang_kvq.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from sglang_kvq.sglang.types import ServerArgs
 
 
 def server_args_from_kwargs(original: type, **kwargs: Any) -> ServerArgs:
-    """FACTORY ``Engine.server_args_class``.
+    """FACTORY ``Engine.server_args_class``: builds ServerArgs with the config attached.
 
     Raises:
-        KVQuantError: a keyword that cannot be combined with ``kv_quant``.
+        KVQuantError: a keyword cannot be combined with ``kv_quant``.
         SystemExit: this SGLang is not as expected.
     """
     if not any(flag in kwargs for flag in (*flags.FIELDS, *episodic_flags.FIELDS)):
         return original(**kwargs)
-    capture = kwargs.pop("kv_quant_capture", None)  # of ``attention.calibrate_engine``, not a flag
+    capture = kwargs.pop("kv_quant_capture", None)  # not a flag: only ``attention.calibrate_engine`` sets it
     headers = {name: kwargs.get(name) for name in ("episodic_tenant_header", "episodic_session_header")}
     config = flags.prepare(kwargs)
     if config is None:

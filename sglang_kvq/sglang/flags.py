@@ -1,4 +1,4 @@
-"""The ``--kv-quant`` flags: adding them, reading them, and the SGLang settings that they imply."""
+"""Adds the ``--kv-quant`` flags, reads them, and sets the SGLang settings that they imply."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ FIELDS = {
     "kv_quant_bits": "bits",
     "kv_quant_seed": "seed",
 }
-#: Requests of the largest decode batch in a CUDA graph, on GPUs of at least so many MiB: for smaller ones SGLang keeps
-#: graphs few.
+#: Requests in the largest decode batch that has a CUDA graph, and the least GPU memory in MiB for this limit. For
+#: smaller GPUs SGLang deliberately captures few graphs.
 DECODE_GRAPHS, _MEMORY = 1024, 60 * 1024
 #: Paths whose requests are not logged, unless ``--uvicorn-access-log-exclude-prefixes`` names others.
 UNLOGGED = ("/metrics", "/health")
@@ -42,7 +42,7 @@ DEFAULTS = {field.name: field.default for field in fields(KVQuantConfig) if fiel
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags to a parser; nothing if it has them already."""
+    """Adds the flags to a parser, unless the parser has them already."""
     if any(action.dest == "kv_quant" for action in parser._actions):
         return
     methods = "; ".join(f"{name}: {get_method(name).summary} ({get_method(name).paper})" for name in METHOD_NAMES)
@@ -134,7 +134,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _more_widths(method: Method) -> str:
-    """Values of ``--kv-quant-bits`` besides the listed widths."""
+    """Returns the help text for values of ``--kv-quant-bits`` other than the listed widths."""
     if method.planes:
         low, high = PLANE_BITS
         return f" or any number from {low:g} to {high:g}"
@@ -142,12 +142,12 @@ def _more_widths(method: Method) -> str:
 
 
 def add_cli_args(result: None, parser: argparse.ArgumentParser) -> None:
-    """AFTER ``ServerArgs.add_cli_args``."""
+    """AFTER ``ServerArgs.add_cli_args``: adds the flags."""
     add_flags(parser)
 
 
 def parse_config(values: Mapping[str, Any]) -> KVQuantConfig | None:
-    """The configuration that the flags say; None without ``--kv-quant``.
+    """Returns the configuration that the flags give; None without ``--kv-quant``.
 
     Raises:
         KVQuantError: a value is out of range, or a flag is given without ``--kv-quant``.
@@ -168,23 +168,23 @@ def parse_config(values: Mapping[str, Any]) -> KVQuantConfig | None:
                 f"{{{','.join(METHOD_NAMES)}}} or leave it out."
             )
         return None
-    if "bits" in given:  # Engine(kv_quant_bits=3) and YAML give numbers
+    if "bits" in given:  # numbers, if they come from Engine(kv_quant_bits=3) or YAML
         bits = given["bits"]
         given["bits"] = bits if isinstance(bits, str) else f"{bits:g}" if isinstance(bits, (int, float)) else str(bits)
     return KVQuantConfig(**given, episodic=episodic)
 
 
 def decode_graphs(values: Mapping[str, Any], model: ModelConfig | None) -> int | None:
-    """Returns the largest decode batch that CUDA graphs are captured of; None leaves it to SGLang.
+    """Returns the largest decode batch for which CUDA graphs are captured; None leaves the choice to SGLang.
 
-    SGLang captures as many requests as a BF16 cache holds: 256 on a GPU of 80 GB. A quantized cache runs more at once,
-    and a step outside a graph waits for the host's launches.
+    SGLang captures graphs up to the batch that a BF16 cache serves: 256 requests on a GPU of 80 GB. A quantized cache
+    serves larger batches. Without a graph, a decode step waits until the host has launched its kernels.
     """
     named = ("cuda_graph_max_bs_decode", "cuda_graph_bs_decode", "speculative_algorithm", "enable_dp_attention")
     if any(values.get(name) for name in named) or values.get("moe_a2a_backend") not in (None, "none"):
-        return None  # named by the user, or buffers grow with the batch
+        return None  # the user chose a size, or SGLang's buffers grow with the batch
     if model is None or len(cached_layers(model.hf_config)) < model.num_hidden_layers:
-        return None  # SGLang's buffers for windows grow with the batch, and recurrent states bound it
+        return None  # SGLang's buffers for sliding windows grow with the batch, and recurrent states limit it
     if (compat.gpu_memory() or 0) < _MEMORY:
         return None
     return min(DECODE_GRAPHS, values.get("max_running_requests") or DECODE_GRAPHS)
@@ -193,26 +193,29 @@ def decode_graphs(values: Mapping[str, Any], model: ModelConfig | None) -> int |
 def complete(
     values: MutableMapping[str, Any], config: KVQuantConfig, device: str, model: ModelConfig | None = None
 ) -> None:
-    """Sets the SGLang settings that ``--kv-quant`` implies. ``checks.check_flags`` has refused other choices."""
+    """Sets the SGLang settings that ``--kv-quant`` implies. ``checks.check_flags`` has already refused other values."""
     values["page_size"] = PAGE_SIZE
     values["attention_backend"] = compat.attention_backend(device)
-    # At "auto" SGLang takes FP8 from checkpoints that ask for it (ModelOpt's kv_cache_quant_algo), once loaded.
+    # With "auto" SGLang would use an FP8 cache if the loaded checkpoint asks for one (ModelOpt's kv_cache_quant_algo).
     values["kv_cache_dtype"] = "bfloat16"
-    # A calibration would count the made-up batches that graphs are captured with.
+    # A calibration would also count the dummy batches with which SGLang captures graphs.
     if config.capture or "breakable" not in compat.prefill_graphs(device):
         values["disable_prefill_cuda_graph"] = True
         values["cuda_graph_backend_prefill"] = None
     if device == "cuda" and (most := decode_graphs(values, model)) is not None:
         values["cuda_graph_max_bs_decode"] = most
-    # Else every scrape and every probe is a line of the log.
+    # Otherwise every metrics scrape and every health probe writes a line to the log.
     values["uvicorn_access_log_exclude_prefixes"] = values.get("uvicorn_access_log_exclude_prefixes") or [*UNLOGGED]
 
 
 def prepare(values: MutableMapping[str, Any]) -> KVQuantConfig | None:
-    """Takes the flags out of ``values`` (a Namespace's dict or Engine's keywords), checks and completes the rest.
+    """Removes the flags from ``values``, checks the remaining settings, and sets those that the flags imply.
+
+    Args:
+        values: the dict of a Namespace, or the keywords of Engine.
 
     Raises:
-        KVQuantError: something in ``values`` that ``--kv-quant`` cannot be combined with.
+        KVQuantError: ``--kv-quant`` cannot be combined with a setting in ``values``.
     """
     from sglang_kvq.sglang import checks
 
@@ -227,10 +230,10 @@ def prepare(values: MutableMapping[str, Any]) -> KVQuantConfig | None:
 
 
 def from_cli_args(original: Original, cls: type, args: argparse.Namespace) -> ServerArgs:
-    """AROUND ``ServerArgs.from_cli_args``.
+    """AROUND ``ServerArgs.from_cli_args``: reads the flags and attaches the config to the ServerArgs.
 
     Raises:
-        SystemExit: the flags cannot be served; the message names the one and the fix.
+        SystemExit: the flags cannot be served; the message names the wrong flag and the fix.
     """
     from sglang_kvq.sglang import plugin
 

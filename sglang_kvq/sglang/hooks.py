@@ -1,7 +1,7 @@
-"""Every SGLang symbol the plugin touches: what, why, with which parameters, in which releases.
+"""Table of every SGLang symbol that the plugin uses: its kind of use, reason, parameters and releases.
 
 The table is data; importing it imports neither SGLang nor a handler. ``plugin`` verifies each entry before
-anything is patched, so a release that moved or changed one is reported by name.
+it patches anything, so a symbol that a release moved or changed is reported by name.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from sglang_kvq.sglang import compat
 
 
 class Kind(Enum):
-    """Kinds of use of a symbol. The first five are patched, the rest only used."""
+    """Kinds of use of a symbol. Symbols of the first five kinds are patched, the others only used."""
 
     AROUND = "around"  #: handler(original, *args, **kwargs) replaces the call
     BEFORE = "before"  #: handler(*args, **kwargs) runs first
@@ -45,16 +45,16 @@ class Process(Enum):
 
 @dataclass(frozen=True)
 class Hook:
-    """One symbol.
+    """One symbol of SGLang and the use that the plugin makes of it.
 
     Attributes:
         target: dotted path below ``sglang.srt``. For ``Kind.BACKEND`` the last part is the dict's key.
-        why: what it is needed for.
-        params: parameter names in order, without self or cls. The symbol must begin with these and may go on with
-            optional ones. None: only its existence is checked.
+        why: the purpose of the use, in words.
+        params: parameter names in order, without self or cls. The symbol's parameters must begin with these; further
+            ones must be optional. None: only the symbol's existence is checked.
         handler: ``module:function`` below ``sglang_kvq.sglang``, imported at the first call.
-        versions: releases that the entry is for, as a version specifier; "" is all.
-        always: the handler also runs when ``--kv-quant`` is off (it then decides itself).
+        versions: releases that have this entry, as a version specifier; "" means all.
+        always: the handler also runs when ``--kv-quant`` is off, and decides itself whether to act.
     """
 
     kind: Kind
@@ -72,11 +72,11 @@ class Hook:
 
 
 def _hook(kind: Kind, target: str, *words: str, only: str = "", always: bool = False) -> Hook:
-    """One entry of the scheduler's table.
+    """Builds one entry of the scheduler's table.
 
     Args:
-        target: a path, with the names of its parameters in brackets where they matter.
-        words: the handler, if the kind has one; then why.
+        target: a path, followed by parameter names in parentheses if they are checked.
+        words: the handler, if the kind has one; then ``Hook.why``.
         only: ``Hook.versions``.
     """
     path, bracket, names = target.partition("(")
@@ -89,15 +89,15 @@ around, before, after = (functools.partial(_hook, kind) for kind in REGISTRY_KIN
 backend, factory = functools.partial(_hook, Kind.BACKEND), functools.partial(_hook, Kind.FACTORY)
 call, subclass, read = (functools.partial(_hook, kind) for kind in (Kind.CALL, Kind.SUBCLASS, Kind.READ))
 
-# ``OLD_TREE`` and ``NEW_TREE`` are the two generations of SGLang's prefix cache, and of much that changed with it.
-# Between them nothing is supported, so these are also the only words for what changed somewhere in the gap.
+# ``OLD_TREE`` and ``NEW_TREE`` are the releases before and after SGLang replaced its prefix cache. No release between
+# them is supported, so the two constants also mark every other change that happened in this gap.
 
-#: Where SGLang's allocator has no method that all released pages go through.
+#: Releases whose allocator has no single method that all released pages go through, and those that have one.
 PER_TOKEN_FREES, RELEASES_PAGES = "<0.5.17", ">=0.5.17"
-#: Where settings are changed in a running process: in ServerArgs, or in the runtime's context.
+#: Releases that change settings of a running process in ServerArgs, and those that do so in the runtime's context.
 SETS_ARGUMENTS, SETS_CONTEXT = "<0.5.18", ">=0.5.18"
 
-#: Where transfers between servers carry state of our own.
+#: Releases whose transfers between servers cannot carry state of the plugin, and those whose transfers can.
 NO_TRANSFERS, TRANSFERS = "<0.5.23", ">=0.5.23"
 
 _MANAGER = "managers.tokenizer_manager.TokenizerManager"
@@ -451,7 +451,7 @@ _SCHEDULER: tuple[Hook, ...] = (
     read("layers.radix_attention.AttentionType.DECODER", "what a layer asks of attention"),
     call("runtime_context.get_parallel()", "this worker's rank and heads"),
     call("runtime_context.get_server_args()", "whether drafts branch"),
-    # Weights: new ones would lack the value rotation folded into those loaded
+    # Weights: new weights would lack the value rotation that is folded into the loaded ones
     around(f"{_WEIGHTS}.update_weights_from_disk(model_path, load_format)",
          "attention.folded_weights:refuse_update", "refuses while V is folded into the weights"),
     around(f"{_WEIGHTS}.update_weights_from_tensor(named_tensors, load_format)",
@@ -465,7 +465,7 @@ _SCHEDULER: tuple[Hook, ...] = (
     around("managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.begin_weight_update(recv_req)",
          "attention.folded_weights:refuse_update_session", "refuses while V is folded into the weights", only=NEW_TREE),
     call("managers.io_struct.BeginWeightUpdateReqOutput", "refuses while V is folded into the weights", only=NEW_TREE),
-    # ... and elsewhere these would lack what undoes it
+    # Weights: folded weights must not leave this server, because they are not the checkpoint's
     around(f"{_EXPORTER}.init_weights_send_group_for_remote_instance("
          "master_address, ports, group_rank, world_size, group_name, backend)",
          "attention.folded_weights:refuse_sending", "refuses while V is folded into the weights"),
@@ -488,15 +488,15 @@ TABLE = (*(replace(hook, process=Process.MAIN) for hook in _MAIN), *_SCHEDULER)
 
 
 def for_release(version: Version, process: Process | None = None, table: Iterable[Hook] = TABLE) -> list[Hook]:
-    """The entries that apply to a release, of one process or of all."""
+    """Returns the entries for a release, of one process or of all."""
     return [h for h in table if compat.applies(h.versions, version) and process in (None, h.process)]
 
 
 def find(hook: Hook) -> Any:
-    """The symbol itself.
+    """Returns the symbol itself.
 
     Raises:
-        ImportError, AttributeError, KeyError: it is not there.
+        ImportError, AttributeError, KeyError: the installed SGLang does not have the symbol.
     """
     parent, _, name = hook.path.rpartition(".")
     owner = pkgutil.resolve_name(parent)
@@ -504,11 +504,11 @@ def find(hook: Hook) -> Any:
 
 
 def problem(hook: Hook) -> str | None:
-    """Why the installed SGLang's symbol cannot be used as the table says; None if it can. Imports its module."""
+    """Returns why the symbol cannot be used as the table says; None if it can. Imports the symbol's module."""
     use = f"{hook.path} ({hook.kind.value}: {hook.why})"
     try:
         symbol = find(hook)
-    except Exception as error:  # an import may fail in any way; each is reported
+    except Exception as error:  # an import may fail in any way; every failure is reported
         return f"{use}: not found: {type(error).__name__}: {error}"
     if hook.params is None:
         return None
@@ -528,5 +528,5 @@ def problem(hook: Hook) -> str | None:
 
 
 def problems(hooks: Iterable[Hook]) -> list[str]:
-    """``problem`` of each entry that has one."""
+    """Returns the ``problem`` of each entry that has one."""
     return [text for hook in hooks if (text := problem(hook)) is not None]

@@ -1,4 +1,4 @@
-"""Prometheus metrics of the tiers under ``GET /metrics``, written when and where SGLang writes its own."""
+"""Prometheus metrics of the tiers under ``GET /metrics``, published together with SGLang's own metrics."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from sglang_kvq.cache.transfer import LateCopy
 from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.sglang import runtime
 
-#: Least time between two counts on a GPU. A count is two dozen launches, SGLang reports after every prefill, and the
-#: next batch waits for it.
+#: Least time between two counts on a GPU. SGLang reports after every prefill, and the next batch would wait for the
+#: two dozen kernel launches of a count.
 _SECONDS = 1.0
 
 
 def after_log_stats(result: None, collector: Any, stats: Any, *args: Any, **kwargs: Any) -> None:
-    """AFTER ``SchedulerMetricsCollector.log_stats``, which only the ranks that report call."""
+    """AFTER ``SchedulerMetricsCollector.log_stats``: reports the tiers. Only ranks that publish metrics call it."""
     state = runtime.current()
     if state is None or state.tiers is None:
         return
@@ -29,15 +29,15 @@ def after_log_stats(result: None, collector: Any, stats: Any, *args: Any, **kwar
 class TierMetrics:
     """Gauges and counters of one worker.
 
-    Counts live on the device and reporting must not wait for it: they are copied in the background, and on a GPU
-    a report publishes the copy that the previous one began.
+    The counts are on the device, and a report must not wait for it. So counts are copied in the background, and on a
+    GPU a report publishes the copy that the previous report started.
 
     Args:
-        labels: SGLang's, of this worker.
+        labels: the labels that SGLang gives this worker's metrics.
     """
 
     def __init__(self, state: runtime.Runtime, tiers: TierManager, labels: dict[str, str]) -> None:
-        # Not before SGLang has set PROMETHEUS_MULTIPROC_DIR.
+        # Imported here because SGLang must set PROMETHEUS_MULTIPROC_DIR first.
         from prometheus_client import Counter, Gauge
 
         def gauge(name: str, what: str, *more: str) -> Gauge:
@@ -88,7 +88,7 @@ class TierMetrics:
         self.counts.ask()
 
     def _publish_sizes(self) -> None:
-        """The tiers' sizes, which change where they share a memory."""
+        """Publishes the tiers' sizes, which change while tiers share one memory."""
         layout = self.layout if self.split is None else self.split
         pages = (layout.pages, layout.slots)
         for size, tokens, count, page_bytes in zip(self.pool_bytes, self.pool_tokens, pages, self.page_bytes):
@@ -96,10 +96,10 @@ class TierMetrics:
             tokens.set(count * PAGE_SIZE)
 
     def report(self, *, running: int, queued: int) -> None:
-        """Publishes the latest counts that have arrived, and asks for the next.
+        """Publishes the latest counts that have arrived, and asks for the next ones.
 
         Args:
-            running, queued: requests.
+            running, queued: numbers of requests that run and wait.
         """
         full = running >= self.layout.max_requests or (self.admits_another is not None and not self.admits_another())
         self.held_back.set(queued if full else 0)

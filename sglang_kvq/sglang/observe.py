@@ -1,4 +1,4 @@
-"""Looking at a running cache: the idle check, and ``kv_quant`` in ``/server_info``."""
+"""Views of a running cache: the check while the server is idle, and ``kv_quant`` in ``/server_info``."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from sglang_kvq.formats.record import code_bits
 from sglang_kvq.sglang import plugin, runtime
 from sglang_kvq.sglang.types import Original, Scheduler
 
-#: Seconds without work until an idle server checks its tables.
+#: Seconds without work after which a server checks its tables.
 QUIET = 5.0
 CHECKED_STEPS = "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY"
 
 
 def check_when_idle(original: Original, self: Any) -> None:
-    """AROUND ``SchedulerInvariantChecker._check_tree_cache``: SGLang calls it again and again while nothing runs.
+    """AROUND ``SchedulerInvariantChecker._check_tree_cache``, which an idle SGLang calls repeatedly: checks our cache.
 
-    The check waits for the device and copies tables from it, and a request would wait for that. So it comes after
-    ``QUIET`` seconds without work, unless SGLang checks its pools at every step (``CHECKED_STEPS``). A failure is
-    reported as SGLang's own leak checks are: fatal, or a warning with ``SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE=0``.
+    The check waits for the device and copies tables from it, which would delay an arriving request. So it runs only
+    after ``QUIET`` seconds without work, unless SGLang checks its pools at every step (``CHECKED_STEPS``). SGLang
+    reports a failure like a leak of its own: fatal, or a warning with ``SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE=0``.
     """
     original(self)
     state = runtime.current()
     if state is None or state.tiers is None or (state.tiers.steps == state.checked and not state.tiers.pending):
         return
     if state.watch is not None:
-        state.watch.look()  # no next batch may come for a while
+        state.watch.look()  # the next batch, which would look, may come much later
     now = time.monotonic()
     if state.tiers.steps != state.last_step:
         state.last_step, state.idle_since = state.tiers.steps, now
@@ -42,7 +42,7 @@ def check_when_idle(original: Original, self: Any) -> None:
 
 
 def add_internal_state(original: Original, self: Scheduler, recv_req: Any) -> Any:
-    """AROUND ``Scheduler.get_internal_state``: what ``GET /server_info`` lists under ``internal_states``."""
+    """AROUND ``Scheduler.get_internal_state``: adds ``kv_quant`` to ``internal_states`` of ``GET /server_info``."""
     output = original(self, recv_req)
     state = runtime.current()
     if state is not None:
@@ -51,9 +51,9 @@ def add_internal_state(original: Original, self: Scheduler, recv_req: Any) -> An
 
 
 def add_init_info(result: dict[str, Any], scheduler: Scheduler) -> dict[str, Any]:
-    """AFTER ``Scheduler.get_init_info``: what is served, at the top of ``/server_info``.
+    """AFTER ``Scheduler.get_init_info``: adds ``kv_quant`` to the top level of ``/server_info``.
 
-    Only what is fixed: SGLang asks once, at start.
+    It holds only facts that never change, because SGLang asks once, at start.
     """
     return {**result, "kv_quant": fixed_state(runtime.started())}
 
@@ -84,7 +84,7 @@ def fixed_state(state: runtime.Runtime) -> dict[str, Any]:
 
 
 def live_state() -> dict[str, Any]:
-    """Tokens of the pages that each tier holds now, and errors counted since the start. Waits for the device."""
+    """Returns the tokens that each tier holds now and the errors counted since the start. Waits for the device."""
     counts = runtime.live_tiers().counts()
     held = {
         "bf16_tokens": counts.slots_used * PAGE_SIZE,

@@ -1,7 +1,7 @@
-"""Entry point of the ``sglang.srt.plugins`` group: verifies SGLang, then patches what ``hooks.TABLE`` lists.
+"""Entry point of the ``sglang.srt.plugins`` group: verifies SGLang, then patches the symbols in ``hooks.TABLE``.
 
-SGLang logs and swallows whatever a plugin or hook raises. So with ``--kv-quant`` a hook that is not in place
-raises SystemExit, which nobody swallows; without it SGLang is left alone and a mismatch is only a warning.
+SGLang logs any exception of a plugin or hook, and continues. So with ``--kv-quant`` a missing hook raises SystemExit,
+which SGLang does not catch. Without ``--kv-quant`` a mismatch is only a warning, and SGLang runs unchanged.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from sglang_kvq.sglang.types import ModelRunner, Original, Scheduler, ServerArgs
 
 logger = logging.getLogger("sglang_kvq")
 
-#: Handler of a hooked call. Its arguments are the symbol's, after those that ``Kind`` adds.
+#: Handler of a hooked call. It takes the arguments that ``Kind`` adds, then those of the patched symbol.
 Handler: TypeAlias = Callable[..., Any]
 
 #: Modules of the main process that take seconds to import.
@@ -34,7 +34,7 @@ _HEAVY = (
     "sglang.srt.managers.tokenizer_manager",
 )
 
-#: Handlers put in place, for each entry that this process patched.
+#: The handler of each entry that this process patched.
 _installed: dict[Hook, Handler] = {}
 #: Why this process patched nothing, or less than the table says.
 _problems: list[str] = []
@@ -43,16 +43,17 @@ _config: KVQuantConfig | None = None
 
 
 def register() -> None:
-    """Called by SGLang in every process. Patches the main process's symbols, and where the scheduler is loaded its own.
+    """Patches SGLang in this process; SGLang calls it in every process.
 
-    All of a process's symbols are verified first; if one is not as expected only what reports that is patched.
+    It patches the main process's symbols, and the scheduler's where the scheduler is loaded. All of a process's symbols
+    are verified first. If one is not as expected, only the hooks that report this are installed.
     """
     version = compat.sglang_version()
     if not compat.is_supported(version):
         _problems.append(f"SGLang {version} is not supported; supported are {' and '.join(SUPPORTED)}")
     for process in Process:
         if process is Process.SCHEDULER and "sglang.srt.managers.scheduler" not in sys.modules:
-            continue  # importing the scheduler's modules here would cost the other processes seconds and memory
+            continue  # other processes would pay seconds and memory to import the scheduler's modules
         table = [h for h in hooks.for_release(version, process) if _is_loaded(h)]
         if not _problems:
             _problems.extend(hooks.problems(table))
@@ -62,21 +63,21 @@ def register() -> None:
 
 
 def _is_loaded(hook: Hook) -> bool:
-    """False for entries of a heavy module that this process has not imported: ``prepare_to_spawn`` patches them later.
+    """Returns False for a hook of a heavy module that this process has not imported.
 
-    A program that calls ``Engine()`` has imported both; ``--help`` and a diffusion server do without.
+    ``prepare_to_spawn`` patches such hooks later. ``--help`` and a diffusion server never import these modules.
     """
     heavy = next((name for name in _HEAVY if hook.path.startswith(f"{name}.")), None)
     return heavy is None or heavy in sys.modules
 
 
 def _reports(hook: Hook) -> bool:
-    """Entries patched in spite of problems: those that turn ``--kv-quant`` into an error message."""
+    """Returns True for a hook that is patched in spite of problems, because it answers ``--kv-quant`` with an error."""
     return hook.always and hook.kind in REGISTRY_KINDS and hooks.problem(hook) is None
 
 
 def install(table: Iterable[Hook]) -> None:
-    """Hands the entries to SGLang's HookRegistry (which applies them after this returns) or patches them here."""
+    """Registers each entry with SGLang's HookRegistry, which applies it after this returns, or patches it here."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     for hook in table:
@@ -95,7 +96,10 @@ def install(table: Iterable[Hook]) -> None:
 
 
 def _call(hook: Hook) -> Handler:
-    """The hook's handler, imported at its first call; inert in a process that does not serve with ``--kv-quant``."""
+    """Returns a function that calls the hook's handler, which is imported at the first call.
+
+    In a process that serves without ``--kv-quant`` the function changes nothing, unless the hook is ``always`` active.
+    """
 
     @functools.cache
     def load() -> Handler:
@@ -117,7 +121,7 @@ def _install_backend(hook: Hook) -> Handler:
     original, ours = hooks.find(hook), _call(hook)
 
     def create(model_runner: ModelRunner) -> Any:
-        # A draft model keeps SGLang's pool, hence its attention.
+        # A draft model keeps SGLang's pool, and therefore SGLang's attention.
         return original(model_runner) if _config is None or model_runner.is_draft_worker else ours(model_runner)
 
     register_attention_backend(hook.path.rpartition(".")[2])(create)
@@ -125,12 +129,12 @@ def _install_backend(hook: Hook) -> Handler:
 
 
 def not_applied() -> list[str]:
-    """Entries that this process should have patched and did not, or that something else has overwritten since."""
+    """Returns a line for each hook that this process installed but that is not in place, perhaps overwritten."""
     return [f"{h.path} ({h.why}): the hook is not in place" for h in _installed if not _is_applied(h)]
 
 
 def hook_counts() -> dict[str, int]:
-    """Returns the number of the scheduler's hooks in place in this process, and the number that the table has."""
+    """Returns how many of the scheduler's hooks are in place in this process, and how many the table has."""
     table = hooks.for_release(compat.sglang_version(), Process.SCHEDULER)
     wanted = [h for h in table if h.kind in PATCHED_KINDS]
     return {"applied": sum(h in _installed and _is_applied(h) for h in wanted), "expected": len(wanted)}
@@ -143,13 +147,16 @@ def _is_applied(hook: Hook) -> bool:
 
 
 def _holds(function: Any, handler: Handler) -> bool:
-    """Returns True if a wrapper of HookRegistry calls this handler, which it keeps in its closure."""
+    """Returns True if ``function`` is HookRegistry's wrapper of this handler, which its closure then holds."""
     function = getattr(function, "__func__", function)
     return any(cell.cell_contents is handler for cell in getattr(function, "__closure__", None) or ())
 
 
 def stop_unless_in_place(config: KVQuantConfig, found: Iterable[str] = ()) -> None:
-    """Stops this process unless everything that ``--kv-quant`` needs here is patched.
+    """Stops this process unless all hooks that ``--kv-quant`` needs here are in place.
+
+    Args:
+        found: problems that the caller found.
 
     Raises:
         SystemExit: lists what is wrong and the fix.
@@ -164,7 +171,7 @@ def stop_unless_in_place(config: KVQuantConfig, found: Iterable[str] = ()) -> No
 
 
 def prepare_to_spawn(config: KVQuantConfig) -> None:
-    """In the main process, before any other starts: verify what schedulers will patch, patch what starts them.
+    """Verifies the scheduler's symbols and patches the main process's, in the main process before any other starts.
 
     Raises:
         SystemExit: see ``stop_unless_in_place``.
@@ -181,28 +188,28 @@ def prepare_to_spawn(config: KVQuantConfig) -> None:
 def launch_schedulers(
     original: Original, cls: type, server_args: ServerArgs, port_args: Any, run: Handler, **kwargs: Any
 ) -> Any:
-    """AROUND ``Engine._launch_scheduler_processes``: with ``--kv-quant`` they start in ``run_scheduler``."""
+    """AROUND ``Engine._launch_scheduler_processes``: with ``--kv-quant`` each scheduler starts in ``run_scheduler``."""
     if config_of(server_args) is not None:
         run = functools.partial(run_scheduler, run)
     return original(cls, server_args, port_args, run, **kwargs)
 
 
 def run_scheduler(run: Handler, server_args: ServerArgs, *args: Any, **kwargs: Any) -> Any:
-    """First function of a scheduler process: it must not start if SGLang did not load this plugin there.
+    """Starts a scheduler process, after a check that SGLang loaded this plugin in it.
 
     Raises:
         SystemExit: the hook that checks all others is missing.
     """
     from sglang.srt.plugins import load_plugins
 
-    load_plugins()  # SGLang's own call, a moment earlier; it runs once
+    load_plugins()  # SGLang calls it a moment later anyway; only the first call has an effect
     if not any(h.handler == "plugin:before_scheduler_init" and _is_applied(h) for h in _installed):
         raise SystemExit("--kv-quant: SGLang did not load the sglang-kvq plugin in the scheduler process; see its log.")
     return run(server_args, *args, **kwargs)
 
 
 def before_scheduler_init(scheduler: Scheduler, server_args: ServerArgs, *args: Any, **kwargs: Any) -> None:
-    """BEFORE ``Scheduler.__init__``: from here on this process serves with ``--kv-quant``, or it ends."""
+    """BEFORE ``Scheduler.__init__``: activates the scheduler's hooks, or stops the process if one is missing."""
     global _config  # noqa: PLW0603  (SGLang's hooks share nothing but the process)
     _config = config_of(server_args)
     if _config is None:

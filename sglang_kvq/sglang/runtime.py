@@ -1,4 +1,4 @@
-"""State that the hooks of one scheduler process share: one model worker, one cache."""
+"""State that the hooks of one scheduler process share; each process has one model worker and one cache."""
 
 from __future__ import annotations
 
@@ -21,51 +21,55 @@ from sglang_kvq.sglang.types import Req, ServerArgs
 
 logger = logging.getLogger("sglang_kvq")
 
-#: Set on SGLang's ServerArgs by the flags; travels with it into every process.
+#: Attribute of SGLang's ServerArgs that holds the config; it reaches every process with ServerArgs.
 CONFIG_ATTRIBUTE = "_kvq_config"
-#: Set beside the config when it came from a command line: errors then end the process without a traceback.
+#: Attribute of ServerArgs that is set if the config came from a command line: errors then have no traceback.
 CLI_ATTRIBUTE = "_kvq_from_cli"
 
 
 def config_of(server_args: ServerArgs) -> KVQuantConfig | None:
-    """The configuration of this server, None when ``--kv-quant`` is off."""
+    """Returns the configuration of this server; None if ``--kv-quant`` is off."""
     config: KVQuantConfig | None = getattr(server_args, CONFIG_ATTRIBUTE, None)
     return config
 
 
 def attach(config: KVQuantConfig, server_args: ServerArgs) -> None:
-    """Makes ``config_of`` find the runtime."""
+    """Stores the config on ServerArgs, where ``config_of`` finds it."""
     setattr(server_args, CONFIG_ATTRIBUTE, config)
 
 
 class Checkable(Protocol):
-    """The allocator, as ``observe`` uses it."""
+    """The part of the allocator that ``observe`` uses."""
 
     def check_integrity(self) -> None:
         """Raises RuntimeError if pool and allocator disagree."""
 
 
 class Watch(Protocol):
-    """Reports errors of the tiers to the log."""
+    """The part of ``error_watch.ErrorWatch`` that ``observe`` uses."""
 
     def look(self) -> None:
-        """Logs the times that have become known."""
+        """Logs an error of the tiers, once its count has arrived from the device."""
 
 
 class Reporter(Protocol):
-    """The worker's metrics."""
+    """The part of ``metrics.TierMetrics`` that its hook uses."""
 
     def report(self, *, running: int, queued: int) -> None:
-        """Publishes the figures of now, or of the last call, while so many requests run and wait."""
+        """Publishes current figures on a CPU, and those of the last call on a GPU.
+
+        Args:
+            running, queued: numbers of requests that run and wait.
+        """
 
 
 class HostPages(Protocol):
-    """Quantized pages in host memory, as ``observe`` and ``metrics`` use them.
+    """The part of the host pool that ``observe`` and ``metrics`` use.
 
     Attributes:
-        size: tokens.
+        size: tokens that fit.
         page_bytes: bytes of a page.
-        damaged_pages: pages of storage that were not as they had been written, since the start.
+        damaged_pages: pages read from storage since the start that differed from the pages written.
     """
 
     size: int
@@ -74,32 +78,32 @@ class HostPages(Protocol):
 
 
 class Transfers(Protocol):
-    """This worker's part in transfers between servers (``disaggregation.handover``), as SGLang's pool needs it."""
+    """The part of ``disaggregation.handover.Handover`` that SGLang's pool uses."""
 
     def buffers(self) -> tuple[list[int], list[int], list[int]]:
-        """Returns pointers, bytes, and bytes of a page, of what is sent page by page."""
+        """Returns pointer, bytes, and bytes per page of each buffer that is sent page by page."""
 
     def staged_rows(self, row: int, tokens: int) -> list[int]:
-        """Returns where a request's window is staged."""
+        """Returns the rows of the staging table that hold a request's window."""
 
     def save(self, locations: torch.Tensor, tiers: TierManager) -> Any:
         """Copies a retracted request to host memory."""
 
     def restore(self, saved: Any, locations: torch.Tensor, row: int) -> None:
-        """Copies it back."""
+        """Copies a saved request back to the device."""
 
 
 @dataclass(eq=False)
 class WindowLayers:
-    """The layers of a model that see a window only: SGLang keeps their keys and values itself, in BF16.
+    """The layers of a model with sliding windows; SGLang keeps their keys and values itself, in BF16.
 
     Attributes:
-        layer_ids: the model's numbers of those of this worker.
-        need: what their pool is sized by.
-        requests: that may run at once, if the user set it.
+        layer_ids: ids of such layers on this worker.
+        need: tokens that the windows need, from which their pool is sized.
+        requests: maximum number of running requests, if the user set it.
         given_ratio: ``--swa-full-tokens-ratio``, if the user set it.
-        tokens: of SGLang's pool for them; 0 until it is sized.
-        ratio: of that and the tokens of the layers in the cache.
+        tokens: size of SGLang's pool for these layers; 0 until it is sized.
+        ratio: ``tokens`` divided by the tokens of the other layers.
     """
 
     layer_ids: frozenset[int]
@@ -112,28 +116,29 @@ class WindowLayers:
 
 @dataclass(eq=False, repr=False)
 class Runtime:
-    """Filled in the order SGLang builds things: sizes, pool, allocator, attention backend.
+    """State of this process's cache, filled in the order in which SGLang builds sizes, pool, allocator and backend.
 
-    An attribute without a default does not exist before its step; reading it then is an AttributeError.
+    An attribute without a default does not exist before its step: reading it earlier raises AttributeError.
 
     Attributes:
-        layer_ids: the model's numbers of the layers in the cache, in its order; others keep their state elsewhere.
-        split, admits_another: the boundary in a shared memory, and whether another request's window fits; None
-            otherwise.
-        budget_slots: BF16 pages that ``--kv-quant-bf16-budget`` pays for, in a memory that is divided once.
-        shared: what requests take of a memory that records and BF16 pages share, of ``budget_bytes``; None otherwise.
+        layer_ids: the model's ids of the layers in the cache, in the cache's order; others keep their state elsewhere.
+        split, admits_another: the boundary in a shared memory, and whether another request's window fits; None in a
+            memory that is divided once.
+        budget_slots: number of BF16 pages that ``--kv-quant-bf16-budget`` allows, in a memory that is divided once.
+        shared: BF16 pages that requests take from a shared memory of ``budget_bytes``; None in a memory that is divided
+            once.
         tiers: None until the attention backend exists.
-        status: what is served, in plain values, for the log and ``/server_info``.
-        windows: None where every layer sees all tokens.
+        status: method, rotations and formats in plain values, for the log and ``/server_info``.
+        windows: None if every layer sees all tokens.
         host: pages in host memory; None without HiCache.
-        metrics: None until SGLang reports its own for the first time.
+        metrics: None until SGLang first reports its own metrics.
         watch: None until the attention backend exists.
-        chosen_tokens: what a request keeps that ends as a fold (``folding.ChosenTokens``); None where none does.
+        chosen_tokens: chooses the tokens that a fold keeps (``folding.ChosenTokens``); None if no request may fold.
         checked: the step of ``tiers`` at which the cache was last checked while idle.
-        last_step, idle_since: the step that an idle server has ended with, and when that was first seen.
-        scores: of the requests whose past is scored, by id (``scoring``).
-        staged_windows: windows that may be on their way to or from another server at a time; 0 on its own.
-        handover: None on a server of its own, and until SGLang prepares transfers.
+        last_step, idle_since: the last step that the idle check saw, and when it first saw that step.
+        scores: scores of past tokens, by id of the request whose prompt scores them (``scoring``).
+        staged_windows: maximum number of windows in transfer to or from another server; 0 without disaggregation.
+        handover: None without disaggregation, and until SGLang prepares transfers.
     """
 
     config: KVQuantConfig
@@ -166,7 +171,7 @@ _current: Runtime | None = None
 
 
 def start(config: KVQuantConfig, geometry: KVGeometry, layer_ids: tuple[int, ...]) -> Runtime:
-    """Begins (or, when SGLang sizes twice, begins again) this process's cache."""
+    """Creates this process's runtime; returns the existing one if SGLang sizes the same cache twice."""
     global _current  # noqa: PLW0603  (SGLang's hooks share nothing but the process)
     if _current is None or (_current.config, _current.geometry, _current.layer_ids) != (config, geometry, layer_ids):
         _current = Runtime(config, geometry, layer_ids)
@@ -174,15 +179,15 @@ def start(config: KVQuantConfig, geometry: KVGeometry, layer_ids: tuple[int, ...
 
 
 def current() -> Runtime | None:
-    """This process's cache, None when ``--kv-quant`` is off or nothing is built yet."""
+    """Returns this process's runtime; None if ``--kv-quant`` is off or nothing is built yet."""
     return _current
 
 
 def started() -> Runtime:
-    """This process's cache, for what SGLang builds after it was sized.
+    """Returns this process's runtime, for callers that run after the cache was sized.
 
     Raises:
-        RuntimeError: it was not.
+        RuntimeError: the cache was never sized.
     """
     if _current is None:
         raise RuntimeError("kv-quant: SGLang builds a part of the cache that was never sized; please report this.")
@@ -190,10 +195,10 @@ def started() -> Runtime:
 
 
 def transfers() -> Transfers:
-    """This worker's part in transfers between servers.
+    """Returns this worker's part in transfers between servers.
 
     Raises:
-        RuntimeError: it has none.
+        RuntimeError: this server takes no part in transfers.
     """
     found = started().handover
     if found is None:
@@ -202,12 +207,12 @@ def transfers() -> Transfers:
 
 
 def tiers() -> TierManager | None:
-    """The live tier manager, None until the attention backend exists."""
+    """Returns the live tier manager; None until the attention backend exists."""
     return _current.tiers if _current else None
 
 
 def live_tiers() -> TierManager:
-    """The live tier manager, for what happens only once requests run.
+    """Returns the live tier manager, for callers that run only once requests run.
 
     Raises:
         RuntimeError: there is none.

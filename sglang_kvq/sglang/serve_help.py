@@ -1,7 +1,7 @@
-"""The flags in ``sglang serve --help``, which SGLang prints before it loads plugins.
+"""Adds the flags to ``sglang serve --help``, which SGLang prints before it loads plugins.
 
 SGLang asks installed platform plugins (entry point group ``sglang.srt.platforms``) which device to use as soon as
-it is imported. This one answers "not me", and if help was asked for arranges that the flags are listed.
+it is imported. This one answers that it is no platform. If the user asked for help, it also has the flags listed.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from types import ModuleType
 
 
 def activate() -> None:
-    """Entry point; None says that this is no platform. Does nothing unless the command line asks for help."""
+    """Lists the flags if the command line asks for help; entry point. Returns None because this is no platform."""
     if {"-h", "--help"} & set(sys.argv):
         import wrapt
 
@@ -20,7 +20,7 @@ def activate() -> None:
 
 
 def _list_flags(server_args: ModuleType) -> None:
-    """Wraps ``ServerArgs.add_cli_args`` of the module just imported; adding the flags twice is harmless."""
+    """Makes ``ServerArgs.add_cli_args`` of the module just imported add our flags; adding them twice is harmless."""
     from sglang_kvq.sglang.flags import add_flags
 
     add_upstream = server_args.ServerArgs.add_cli_args

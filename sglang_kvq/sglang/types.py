@@ -1,7 +1,7 @@
 """Names for SGLang's objects in our signatures.
 
-Their classes differ between the releases served, and importing them would load SGLang: to a type checker each is
-``Any``. What is read of them, and with which parameters handlers are called, is in ``hooks.TABLE``.
+The classes differ between supported releases, and importing them would load SGLang. So each name is ``Any`` to a type
+checker. ``hooks.TABLE`` lists the attributes that we read and the parameters that handlers get.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""SGLang's attention backend: plans tiers before a batch, then rotates, stores and attends per layer."""
+"""Attention backend for SGLang: plans the tiers before a batch, then rotates, stores and attends in each layer."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from sglang_kvq.sglang.types import AttentionLayer, ForwardBatch, Original, ReqT
 
 @dataclass(frozen=True)
 class Decoding:
-    """The decoding requests of a mixed batch, which are its last ones; one token each.
+    """The decoding requests of a mixed batch, which come last in it, with one token each.
 
     Attributes:
         rows, seq_lens: int64 ``[n]``, as ``AttentionOps.decode`` takes them.
         loc: int64 ``[n]``, SGLang's location of each token.
-        tokens: their places among the batch's tokens.
+        tokens: slice of the batch's tokens that belongs to these requests.
     """
 
     rows: torch.Tensor
@@ -44,11 +44,11 @@ class Decoding:
 class KVQuantBackend(AttentionBackend):
     """One worker's attention over the two-tier cache."""
 
-    #: Read by SGLang: with speculation its scheduler need not wait for lengths on the host.
+    #: SGLang reads it: with speculation its scheduler need not wait until the host knows the lengths.
     needs_cpu_seq_lens = False
-    #: Read by SGLang, to bound what is not known on the host.
+    #: SGLang reads it as upper bound of lengths that the host does not know.
     max_context_len: int
-    #: SGLang's pools of this worker: models ask the backend for them (``model_executor.forward_context``).
+    #: SGLang's pools of this worker, which models read from the backend (``model_executor.forward_context``).
     token_to_kv_pool: Any = None
     req_to_token_pool: ReqToTokenPool = None
 
@@ -70,7 +70,7 @@ class KVQuantBackend(AttentionBackend):
     ) -> None:
         """
         Args:
-            layer_ids: the model's numbers of the pool's layers, in the pool's order.
+            layer_ids: the model's ids of the pool's layers, in the pool's order.
             branching: drafts come with masks, see ``drafts.BRANCHING``.
             mixed: prefill batches may end with decoding requests (``--enable-mixed-chunk``).
         """
@@ -78,7 +78,7 @@ class KVQuantBackend(AttentionBackend):
         self.ops, self.tiers, self.watch, self.mixed = ops, tiers, ErrorWatch(tiers), mixed
         self.index_of = {layer_id: index for index, layer_id in enumerate(layer_ids)}
         rows, self.max_context_len = tiers.pool.req_to_token.shape
-        self.seen = SeenBuffers(2 * rows, branching, tiers.pool.device)  # batches are padded to more rows than may run
+        self.seen = SeenBuffers(2 * rows, branching, tiers.pool.device)  # padded batches may exceed the table
 
     # -- once per batch -------------------------------------------------------------------------
 
@@ -100,7 +100,10 @@ class KVQuantBackend(AttentionBackend):
         self.watch.ask()
 
     def _plan_drafts(self, fb: ForwardBatch) -> None:
-        """Takes the lengths as committed: only the device knows how many drafts of the last batch were accepted."""
+        """Plans the verification of drafts.
+
+        It uses the committed lengths, because only the device knows how many drafts of the last batch were accepted.
+        """
         count, lens = draft_count(fb), fb.seq_lens_cpu
         longest = self.max_context_len if lens is None else int(lens.max()) + count
         self.tiers.plan_drafts(fb.req_pool_indices.long(), fb.seq_lens.long() + count, longest, count)
@@ -110,7 +113,7 @@ class KVQuantBackend(AttentionBackend):
         prefix, new = list(map(int, fb.extend_prefix_lens_cpu)), list(map(int, fb.extend_seq_lens_cpu))
         scored = scoring.wanted(fb)
         prefills = len(new)
-        if self.mixed:  # no request decodes whose prompt's queries score
+        if self.mixed:  # a request whose prompt's queries score must run as prefill
             prefills = max(prefills - decoding_requests(prefix, new), 1 + max(scored, default=-1))
         longest = max((p + (n == 1) for p, n in zip(prefix, new)), default=0)
         first, tokens = (prefix[:prefills], new[:prefills]), sum(new)
@@ -119,7 +122,7 @@ class KVQuantBackend(AttentionBackend):
         lens[1] += lens[0]
         prefix_lens, seq_lens, direct = to_device([*lens, pages], fb.out_cache_loc.device)
         rows = fb.req_pool_indices.long()
-        loc = fb.out_cache_loc[:tokens].long()  # data-parallel attention and all-to-all MoE pad tokens
+        loc = fb.out_cache_loc[:tokens].long()  # without padding tokens of data-parallel attention or all-to-all MoE
         own = loc[: sum(first[1])]
         self.batch = ExtendBatch(rows[:prefills], *first, own, direct)
         self.scored = plan_scoring(*first, scored)
@@ -130,7 +133,7 @@ class KVQuantBackend(AttentionBackend):
         self.direct_pages = self.tiers.plan_extend(rows, prefix_lens, seq_lens, longest, own[direct] // PAGE_SIZE)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        self.ops.reserve(max_bs)  # batches are padded to more rows than requests may run
+        self.ops.reserve(max_bs)  # graphs pad batches to more rows than requests may run
         if (count := max_num_tokens // max_bs) > 1:
             self.ops.reserve_drafts(max_bs, count)
             self.seen.of(max_bs, count)
@@ -139,7 +142,7 @@ class KVQuantBackend(AttentionBackend):
         return 1
 
     def get_cpu_graph_seq_len_fill_value(self) -> int:
-        return 1  # SGLang also pads a batch with it where there is no graph
+        return 1  # SGLang also pads batches with it that run without a graph
 
     # -- once per layer ---------------------------------------------------------------------------
 
@@ -153,14 +156,17 @@ class KVQuantBackend(AttentionBackend):
         save_kv_cache: bool = True,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """On a GPU 3 launches per layer, 4 if V's rotation is not folded into the weights, and one or two per step:
+        """Attends with one new token per request.
 
-        0. ``plan_attention``: lengths to items of work, in the first layer, for each way to launch 2.
+        On a GPU it launches 3 kernels per layer, or 4 if V's rotation is not folded into the weights, and one or two
+        more per step:
 
-        1. ``rotate_and_store``: q into the rotated basis, k and v too and into their BF16 copies.
-        2. ``decode``: partial results of every item.
-        3. ``decode``: the merge of each request's items.
-        4. ``rotate_output``: out of V's rotated basis, where the weights do not do it.
+        0. ``plan_attention``: in the first layer, divides lengths into items of work, once for each way to launch 2.
+
+        1. ``rotate_and_store``: rotates q, k and v, and writes k and v to their BF16 copies.
+        2. ``decode``: computes the partial result of every item.
+        3. ``decode``: merges each request's items.
+        4. ``rotate_output``: rotates the result back, if the weights do not do so.
         """
         sinks = learned_sinks(layer, kwargs)
         k, v = own_keys_and_values(layer, k, v, save_kv_cache, kwargs)
@@ -191,7 +197,7 @@ class KVQuantBackend(AttentionBackend):
             out = self._destination(q, forward_batch)
             o = self._prefill(index, q, k, v, layer.scaling, sinks, out)
             return self.ops.rotate_output(index, o).flatten(1)
-        o = q.new_zeros(q.shape)  # what SGLang padded attends to nothing
+        o = q.new_zeros(q.shape)  # SGLang's padding tokens attend to nothing
         if tokens > 0:
             o[:tokens] = self._prefill(index, q[:tokens], k[:tokens], v[:tokens], layer.scaling, sinks)
         if self.decoding is not None:
@@ -211,7 +217,7 @@ class KVQuantBackend(AttentionBackend):
     ) -> torch.Tensor:
         """Attends with the tokens of ``batch``, and stores them.
 
-        Returns BF16 like q, in the rotated basis: ``out``, if given.
+        Returns the result in the rotated basis, BF16 like q; in ``out``, if given.
         """
         batch = self.batch
         q, k, v = self.ops.rotate_and_keep(index, batch.loc, q, k, v)
@@ -222,9 +228,9 @@ class KVQuantBackend(AttentionBackend):
         return o
 
     def _destination(self, q: torch.Tensor, fb: ForwardBatch) -> torch.Tensor | None:
-        """Returns the buffer of a prefill's CUDA graph that waits for this layer's result; None if there is none.
+        """Returns the buffer in which a prefill's CUDA graph expects this layer's result; None if there is none.
 
-        SGLang copies a result that lies elsewhere.
+        SGLang copies a result that is not in this buffer.
         """
         out: torch.Tensor | None = getattr(fb, "_attn_output", None)
         if out is None or self.ops.rotations.outputs is not None:
@@ -241,7 +247,7 @@ class KVQuantBackend(AttentionBackend):
         decoding: Decoding,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Attends like ``forward_decode``, which dequantizes no history; returns BF16 like q, in the rotated basis."""
+        """Attends like ``forward_decode``, without dequantizing history; returns BF16 like q, in the rotated basis."""
         if index == 0:
             self.ops.plan_attention(decoding.rows, decoding.seq_lens)
         q = self.ops.rotate_and_store(index, decoding.loc, q, k, v)
@@ -257,14 +263,14 @@ class KVQuantBackend(AttentionBackend):
         fb: ForwardBatch,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Attends like ``forward_decode``, with the same number of new tokens per request; also in a CUDA graph."""
+        """Attends like ``forward_decode``, but with several drafts per request; also runs in a CUDA graph."""
         if index == 0:
             count = draft_count(fb)
             seen = self.seen.of(len(fb.req_pool_indices), count)
             self.drafts = DraftBatch(fb.req_pool_indices, fb.seq_lens + count, seen)
             self.ops.plan_drafts(self.drafts)
         drafts = self.drafts
-        tokens = len(drafts.rows) * drafts.count  # what SGLang padded attends to nothing
+        tokens = len(drafts.rows) * drafts.count  # SGLang's padding tokens attend to nothing
         loc = fb.out_cache_loc[:tokens]
         x = self.ops.rotate_and_store(index, loc, q[:tokens], k[:tokens], v[:tokens])
         o = self.ops.rotate_output(index, self.ops.verify(index, x, drafts, scale, sinks)).flatten(1)
@@ -273,14 +279,14 @@ class KVQuantBackend(AttentionBackend):
         return torch.cat([o, o.new_zeros(len(q) - tokens, o.shape[1])])
 
     def update_verify_buffers_to_fill_after_draft(self, spec_info: Any, cuda_graph_bs: int | None) -> None:
-        """Nothing is planned before drafts are known (``SGLANG_ENABLE_OVERLAP_PLAN_STREAM`` is refused)."""
+        """Does nothing: no plan runs before drafts are known (``SGLANG_ENABLE_OVERLAP_PLAN_STREAM`` is refused)."""
 
     def _heads(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
-        """The three as ``[T, heads, D]``, views where possible, and the layer's index in the pool.
+        """Returns q, k and v as ``[T, heads, D]``, views where possible, and the layer's index in the pool.
 
-        Waits, on the device, until pages of this layer that come from the host are there.
+        Makes the device wait until this layer's pages have arrived from the host.
         """
         q, k, v = (x.reshape(x.shape[0], -1, layer.head_dim) for x in (q, k, v))
         index = self.index_of[layer.layer_id]
@@ -290,10 +296,10 @@ class KVQuantBackend(AttentionBackend):
 
 
 def decoding_requests(prefix_lens: Sequence[int], new_lens: Sequence[int]) -> int:
-    """Returns how many of a batch's last requests may decode: one new token each, after stored ones.
+    """Returns how many of a batch's last requests may decode: each has one new token after stored ones.
 
-    In a mixed batch SGLang's decoding requests come last. A prefill of one token before them decodes too: by then its
-    other tokens are stored, and both ways compute the same.
+    In a mixed batch SGLang's decoding requests come last. A prefill of one token just before them counts too: its other
+    tokens are already stored, and both ways compute the same result.
     """
     count = 0
     for prefix, new in zip(reversed(prefix_lens), reversed(new_lens)):
@@ -304,11 +310,11 @@ def decoding_requests(prefix_lens: Sequence[int], new_lens: Sequence[int]) -> in
 
 
 def around_capture_plan(original: Original, self: Any, forward_batch: ForwardBatch, shape_key: Any) -> None:
-    """AROUND ``PrefillCudaGraphRunner._init_forward_metadata_for_capture``: its made-up requests are padding.
+    """AROUND ``PrefillCudaGraphRunner._init_forward_metadata_for_capture``: turns its dummy requests into padding.
 
-    They have rows 0, 1, 2, … A plan would give a length and a window to all but row 0.
+    Dummy requests have rows 0, 1, 2, … A plan would give a length and a window to all rows but 0.
     """
-    if self.model_runner.is_draft_worker:  # its cache is SGLang's
+    if self.model_runner.is_draft_worker:  # a draft model's cache is SGLang's
         original(self, forward_batch, shape_key)
         return
     padding = copy.copy(forward_batch)

@@ -38,19 +38,20 @@ def calibrate_on_engine(
     folder: Path | None = None,
     **engine: Any,
 ) -> Rotations:
-    """Rotations and clip ratios from a model that SGLang runs; sensitivities need gradients, which it has not.
+    """Returns rotations and clip ratios of a model that SGLang runs.
 
-    Every context runs as one prompt, so the engine must hold one in a single prefill chunk. Clip ratios are measured on
-    the last context. On disk: one context's BF16 activations of all layers, and the sums.
+    Sensitivities are left out, because they need gradients, which SGLang does not compute. Every context runs as one
+    prompt, so it must fit in a single prefill chunk. Clip ratios are measured on the last context. The folder needs
+    disk space for the sums and for one context's BF16 activations of all layers.
 
     Args:
         hf_config: the model's transformers config.
-        ids: int64 ``[tokens]``.
-        folder: for what workers write; None takes a temporary one.
+        ids: int64 ``[tokens]``, the calibration text.
+        folder: folder for the workers' files; None uses a temporary one.
         engine: keywords of ``sglang.Engine``, such as tp_size.
 
     Raises:
-        KVQuantError: as ``rotations.calibration.run.calibrate``; or sglang is missing; or the engine failed; or the
+        KVQuantError: as in ``rotations.calibration.run.calibrate``; or sglang is missing; or the engine failed; or the
             composition needs more than the workers capture.
     """
     if settings.composition == "transform":
@@ -93,7 +94,7 @@ def calibrate_on_engine(
         rotations = rotations_from(read_sums(folder, len(contexts), settings.sink), hf_config, settings, len(contexts))
         errors = ClipErrors(rotations, settings)
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        position = first_positions(settings, 3, hf_config)[1]  # where the middle one of three contexts would stand
+        position = first_positions(settings, 3, hf_config)[1]  # first position of the second of three contexts
         turn = turn_of(hf_config, head_dim)(position) if position else torch.eye(head_dim)
         roped = roped_layers(hf_config, layers)
         for layer, *sample in read_samples(folder, layers, kv_heads):

@@ -1,9 +1,9 @@
-"""Calibration inside a running engine: each worker sums the moments of the heads that it holds.
+"""Calibration inside a running engine: each worker sums the moments of its own heads.
 
-``Engine(kv_quant="int2", kv_quant_capture="FOLDER:CONTEXT:SKIP")`` runs with ``CaptureBackend``. Every prompt of
-exactly CONTEXT tokens that arrives whole (one prefill chunk, nothing cached) is counted, without its first SKIP tokens;
-all others, such as warm-ups, are served only. The model computes in BF16: what such a prompt attends to is not
-quantized.
+``Engine(kv_quant="int2", kv_quant_capture="FOLDER:CONTEXT:SKIP")`` runs with ``CaptureBackend``. It counts every prompt
+of exactly CONTEXT tokens that arrives whole (one prefill chunk, nothing cached), without its first SKIP tokens. Other
+prompts, such as warm-ups, are only served. A counted prompt attends to unquantized keys and values, so the model
+computes in BF16.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from sglang_kvq.sglang.types import AttentionLayer, ForwardBatch, ModelRunner
 
 
 class CaptureBackend(KVQuantBackend):
-    """``KVQuantBackend`` that sums what it sees, and keeps the last context's activations.
+    """``KVQuantBackend`` that sums moments of activations, and keeps the last context's activations.
 
-    Written to the folder after each context: ``rotations.calibration.worker_files`` describes the files.
+    It writes both to the folder after each context; ``rotations.calibration.worker_files`` describes the files.
     """
 
     def __init__(
@@ -44,9 +44,9 @@ class CaptureBackend(KVQuantBackend):
     ) -> None:
         """
         Args:
-            context: tokens of a prompt that counts.
-            skip: first tokens left out of the sums.
-            worker: this one.
+            context: length in tokens of the prompts that count.
+            skip: number of first tokens left out of the sums.
+            worker: this worker's rank, heads and layers.
         """
         super().__init__(ops, tiers, layer_ids)
         self.folder, self.context, self.worker = folder, context, worker
@@ -84,7 +84,7 @@ class CaptureBackend(KVQuantBackend):
 def capture_backend(
     model_runner: ModelRunner, spec: str, ops: AttentionOps, tiers: TierManager, layer_ids: Sequence[int]
 ) -> CaptureBackend:
-    """The backend of one worker; ``spec`` is ``KVQuantConfig.capture``."""
+    """Builds the backend of one worker. spec: ``KVQuantConfig.capture``."""
     folder, context, skip = spec.rsplit(":", 2)
     rank, size = tensor_parallel(model_runner)
     hf_config = model_runner.model_config.hf_config

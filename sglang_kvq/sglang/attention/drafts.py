@@ -1,4 +1,4 @@
-"""Speculative decoding: which of it is served, what a batch to verify says, what the draft model's cache costs."""
+"""Speculative decoding: checks settings, reads a batch of drafts, and prices the draft model's cache."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ from sglang_kvq.sglang import compat, runtime
 from sglang_kvq.sglang.runtime import config_of
 from sglang_kvq.sglang.types import Configurator, ForwardBatch, ModelConfig, ModelRunner, Original, ServerArgs
 
-#: Algorithms that verify equally many drafts of every request in one batch, in a chain or with a mask; NEXTN is EAGLE.
+#: Supported algorithms: they verify the same number of drafts for every request, in a chain or with a mask. NEXTN is an
+#: alias of EAGLE.
 SERVED = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "NGRAM")
-#: Drafts of this one are looked up, and may branch: it says with a mask which see which.
+#: The algorithm that looks drafts up; they may branch, and its mask says which drafts see which.
 BRANCHING = "NGRAM"
-#: Flags that verify drafts of recurrent states as a chain, whatever they are; the second replaced the first.
+#: Flags with which recurrent states follow the drafts as a chain, even if the drafts branch; newer releases have the
+#: second flag.
 AS_A_CHAIN = ("enable_gdn_replayssm_spec", "enable_linear_replayssm_spec")
-#: Values of ``--speculative-draft-kv-cache-dtype`` with their dtypes; None is the target's, BF16.
+#: Values of ``--speculative-draft-kv-cache-dtype`` with their dtypes; None means the target's dtype, BF16.
 DRAFT_DTYPES = {
     None: None,
     "auto": None,
@@ -32,7 +34,7 @@ DRAFT_DTYPES = {
 
 
 def check_speculation(server_args: ServerArgs, config: KVQuantConfig, model: ModelConfig) -> None:
-    """Refuses what SGLang made of the flags for speculation, and draft models that were not tried.
+    """Refuses settings of speculation, as SGLang decided them, and draft models that were not tried.
 
     Raises:
         KVQuantError: names the setting and the fix.
@@ -65,7 +67,11 @@ def keeps_states(model: ModelConfig) -> bool:
 
 
 def _check_draft(model: ModelConfig) -> None:
-    """Refuses a whole model as draft that keeps more than a KV cache: nothing undoes what rejected drafts did to it."""
+    """Refuses a draft model that keeps more than a KV cache, because rejected drafts cannot be undone in other state.
+
+    Raises:
+        KVQuantError: names the model and its other state.
+    """
     beside = "sliding windows" if model.is_hybrid_swa else "recurrent states" if keeps_states(model) else None
     if beside is not None:
         raise KVQuantError(
@@ -75,7 +81,7 @@ def _check_draft(model: ModelConfig) -> None:
 
 
 def draft_model(server_args: ServerArgs, model: ModelConfig) -> ModelConfig:
-    """The draft model's config; ``model``, the target's, where its own layers draft."""
+    """Returns the draft model's config, or ``model``, the target's config, if the target's own layers make drafts."""
     path = compat.resolved(server_args, "speculative_draft_model_path")
     if path is None:
         return model
@@ -86,16 +92,16 @@ def draft_model(server_args: ServerArgs, model: ModelConfig) -> ModelConfig:
 
 
 def draft_count(forward_batch: ForwardBatch) -> int:
-    """Drafts of each request in a batch to verify."""
+    """Returns the number of drafts of each request in a batch to verify."""
     return int(forward_batch.spec_info.draft_token_num)
 
 
 class SeenBuffers:
-    """Visibility between drafts, at fixed addresses for CUDA graphs.
+    """Buffers that say which drafts see which, at fixed addresses for CUDA graphs.
 
     Args:
-        rows: the most requests in a batch.
-        branching: whether batches bring masks; else all are chains.
+        rows: maximum number of requests in a batch.
+        branching: whether batches have masks; otherwise all drafts are chains.
     """
 
     def __init__(self, rows: int, branching: bool, device: torch.device) -> None:
@@ -103,10 +109,10 @@ class SeenBuffers:
         self._buffers: dict[int, torch.Tensor] = {}
 
     def of(self, batch: int, count: int) -> torch.Tensor:
-        """``DraftBatch.seen`` of the last batch that was filled, int64 ``[batch, count]``; chains at first.
+        """Returns ``DraftBatch.seen`` of the last batch passed to ``fill``, int64 ``[batch, count]``; chains at first.
 
         Raises:
-            RuntimeError: the batch is larger than any can be.
+            RuntimeError: ``batch`` exceeds the maximum.
         """
         if batch > self.rows:
             raise RuntimeError(f"kv-quant: {batch} requests to verify, but at most {self.rows}; please report this.")
@@ -115,24 +121,24 @@ class SeenBuffers:
         return self._buffers[count][:batch]
 
     def fill(self, forward_batch: ForwardBatch) -> None:
-        """Takes over a batch's mask. Waits for nothing."""
+        """Copies a batch's mask into the buffers. Does not wait for the device."""
         if not self.branching:
             return
         count, lens = draft_count(forward_batch), forward_batch.seq_lens
-        # SGLang's n-grams say less on a CPU (``ngram_worker.USE_FULL_MASK``).
+        # On a CPU SGLang's n-gram masks leave out stored tokens (``ngram_worker.USE_FULL_MASK``).
         full = self.device.type != "cpu"
         mask = among_drafts(forward_batch.spec_info.custom_mask, lens, count, full)
         self.of(len(mask), count).copy_(from_mask(mask))
 
 
 def among_drafts(mask: torch.Tensor, stored_lens: torch.Tensor, count: int, full: bool) -> torch.Tensor:
-    """Extracts the visibility between drafts, bool ``[batch, count, count]``, from SGLang's mask.
+    """Returns which drafts see which, bool ``[batch, count, count]``, from SGLang's mask.
 
     Args:
-        mask: bool, flat, request by request and draft by draft: what it sees of the drafts, or if ``full`` of all
-            tokens, stored ones first. There may be fewer requests than in the batch, which is padded then; the result
-            of the others is missing, or means nothing.
-        stored_lens: int ``[batch]``.
+        mask: bool, flat, request by request and draft by draft: which drafts each draft sees, or, if ``full``, which of
+            all tokens, stored ones first. It may cover fewer requests than a padded batch has; for the padding, results
+            are missing or meaningless.
+        stored_lens: int ``[batch]``, stored tokens of each request.
     """
     if not full:
         return mask[: len(stored_lens) * count**2].view(-1, count, count)
@@ -144,7 +150,7 @@ def among_drafts(mask: torch.Tensor, stored_lens: torch.Tensor, count: int, full
 
 
 class _DraftConfigurator:
-    """SGLang's configurator as it is for the draft model."""
+    """SGLang's configurator, with the draft model's config and dtype in place of the target's."""
 
     def __init__(self, kvc: Configurator, model: Any, dtype: torch.dtype) -> None:
         self.kvc, self.model_config, self.kv_cache_dtype = kvc, model, dtype
@@ -155,23 +161,23 @@ class _DraftConfigurator:
 
 
 def plain_price(kvc: Configurator, layers: int) -> int:
-    """Returns SGLang's bytes per token of a draft model, over all layers, each as long as the pool."""
+    """Returns the bytes per token, over all layers, that SGLang counts for a draft model's cache."""
     from sglang.srt.model_executor.pool_configurator import DefaultPoolConfigurator
 
-    # Made, it would price the target too. Newer releases remember the flag there.
+    # Its __init__ would price the target too, so it is not called. Newer releases read the flag from this attribute.
     configurator = object.__new__(DefaultPoolConfigurator)
     configurator.kv_cache_dtype_str = "auto"
     return int(configurator._compute_cell_size(kvc, layers))
 
 
 def draft_page_bytes(kvc: Configurator, price: Original = plain_price) -> int:
-    """Bytes that the draft model's own cache takes for a page, in its own dtype; 0 without one."""
+    """Returns the bytes per page of the draft model's own cache, in its own dtype; 0 without a draft model."""
     algorithm = kvc.spec_algorithm
     if not (algorithm.is_eagle() or algorithm.is_standalone()):
         return 0
     layers = int(kvc.spec_aux_config.eagle_draft_num_layers or 0)
     if not layers and compat.resolved(kvc.server_args, "speculative_draft_model_path") is None:
-        layers = 1  # the checkpoint's own (NEXTN), which SGLang leaves out of its budget for some models
+        layers = 1  # the checkpoint's own draft layer (NEXTN), which SGLang's budget omits for some models
     if not layers:
         return 0
     args, model = kvc.server_args, draft_model(kvc.server_args, kvc.model_config)
@@ -180,7 +186,10 @@ def draft_page_bytes(kvc: Configurator, price: Original = plain_price) -> int:
 
 
 def after_sizes(result: None, configurator: Configurator, kvc: Configurator) -> None:
-    """AFTER ``DefaultPoolConfigurator.__init__``: SGLang prices a draft's layer like one of the target's, in 2 bits."""
+    """AFTER ``DefaultPoolConfigurator.__init__``: corrects the price of a draft layer.
+
+    SGLang prices it like one of the target's layers, in 2 bits.
+    """
     state = runtime.current()
     if state is None or config_of(kvc.server_args) is None or kvc.is_draft_worker:
         return
@@ -189,16 +198,16 @@ def after_sizes(result: None, configurator: Configurator, kvc: Configurator) -> 
 
 
 def _branches(server_args: ServerArgs) -> bool:
-    """Returns True if recurrent states meet drafts that branch.
+    """Returns True if this server's drafts may branch, which recurrent states must follow.
 
-    SGLang takes n-grams of breadth 1 for a chain. But each suffix of what was said that occurred before begins a branch
-    of its own: drafts of the second would be verified, and kept, with states that went through the first.
+    SGLang treats n-grams of breadth 1 as a chain. But every suffix of the text that occurred before begins its own
+    branch. Drafts of the second branch would be verified, and kept, with states that went through the first branch.
     """
     return config_of(server_args) is not None and compat.resolved(server_args, "speculative_algorithm") == BRANCHING
 
 
 def after_states(result: None, backend: Any, model_runner: ModelRunner) -> None:
-    """AFTER ``MambaAttnBackendBase.__init__``: recurrent states are computed along the tree that n-grams make."""
+    """AFTER ``MambaAttnBackendBase.__init__``: makes recurrent states follow the tree of drafts that n-grams make."""
     if _branches(model_runner.server_args):
         backend.topk = max(int(backend.topk), 2)
 
@@ -206,10 +215,10 @@ def after_states(result: None, backend: Any, model_runner: ModelRunner) -> None:
 def around_shared_windows(
     original: Original, is_npu: bool, is_cpu: bool, speculative_eagle_topk: int | None, is_kda: bool
 ) -> bool:
-    """AROUND ``conv_window_dedup_enabled``: drafts that branch keep windows of their own.
+    """AROUND ``conv_window_dedup_enabled``: gives drafts that branch separate convolution windows.
 
-    On a GPU a convolution's window after each draft of a chain shares its memory with the next one's; two that follow
-    the same draft would write over each other.
+    On a GPU the convolution windows of consecutive drafts in a chain overlap in memory. Windows of two drafts that
+    follow the same draft would overwrite each other.
     """
     from sglang.srt.runtime_context import get_server_args
 

@@ -1,4 +1,4 @@
-"""Errors that plans count on the device, told to the log while the server is busy."""
+"""Logs the errors that plans count on the device, while the server is busy."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from sglang_kvq.sglang.runtime import logger
 class ErrorWatch:
     """Logs the first error of a worker's tiers, once, one batch after the plan that counted it.
 
-    A plan cannot stop the batch, so it counts what must not be on the device (``TierManager.errors``). The count is
-    copied in the background: no step waits for it.
+    A plan cannot stop its batch, so it counts invalid states on the device (``TierManager.errors``). The count is
+    copied in the background, and no step waits for it.
     """
 
     def __init__(self, tiers: TierManager) -> None:
@@ -19,12 +19,12 @@ class ErrorWatch:
         self._logged = False
 
     def ask(self) -> None:
-        """Asks for the count of the plan that has just been launched."""
+        """Requests the count of the plan that was just launched."""
         if not self._logged:
             self._errors.ask()
 
     def look(self) -> None:
-        """Logs the error if the count that was asked for has arrived and is not zero."""
+        """Logs an error if the requested count has arrived and is not zero."""
         found = self._errors.arrived()
         if found and found[0]:
             self._logged = True

@@ -1,4 +1,4 @@
-"""Folding the value rotation into W_v and W_o where they are plain matrices; such weights neither leave nor change."""
+"""Folds the value rotation into W_v and W_o if they are plain matrices; refuses to export or update folded weights."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from sglang_kvq.sglang import compat, runtime
 from sglang_kvq.sglang.runtime import config_of, logger
 from sglang_kvq.sglang.types import Original, ServerArgs
 
-#: Architectures whose attention is qkv_proj -> (norm, rope on q and k) -> attention -> o_proj, with
-#: nothing applied to V in between nor to the output before o_proj. (A learned sink scales a head's output as a whole.)
+#: Architectures whose attention is qkv_proj -> (norm, rope on q and k) -> attention -> o_proj. They apply nothing else
+#: to V, nor to the output before o_proj. (A learned sink scales a head's output as a whole.)
 FOLDABLE = frozenset(
     {
         "LlamaForCausalLM",
@@ -31,7 +31,7 @@ FOLDABLE = frozenset(
 
 
 def attention_layers(model: torch.nn.Module) -> dict[int, Any]:
-    """Each module that owns a RadixAttention named ``attn`` with qkv_proj and o_proj, by layer id."""
+    """Returns each module with qkv_proj, o_proj and a RadixAttention named ``attn``, by layer id."""
     modules: Iterable[Any] = model.modules()
     return {
         module.attn.layer_id: module
@@ -46,14 +46,14 @@ def attention_layers(model: torch.nn.Module) -> dict[int, Any]:
 def why_not_foldable(
     model: torch.nn.Module, layers: Iterable[int], server_args: ServerArgs, device: str | torch.device
 ) -> str | None:
-    """Why the value rotation must be applied at run time; None if ``fold`` may change this model's weights.
+    """Returns why the value rotation must be applied at run time; None if ``fold`` may change this model's weights.
 
-    Every layer's W_v and W_o must be plain dense matrices on ``device`` that SGLang multiplies with as they are, in an
-    architecture of ``FOLDABLE``, and its attention must not gate its output element by element.
+    The architecture must be in ``FOLDABLE``. Every layer's W_v and W_o must be plain dense matrices on ``device`` that
+    SGLang multiplies unchanged. The attention must not gate its output element by element.
     """
     found = attention_layers(model)
     for layer in layers:
-        if getattr(found.get(layer), "attn_output_gate", False):  # SGLang's attention classes say so themselves
+        if getattr(found.get(layer), "attn_output_gate", False):  # an attribute of SGLang's attention classes
             return f"layer {layer} gates its output between attention and o_proj, in the model's own basis"
     if type(model).__name__ not in FOLDABLE:
         return f"{type(model).__name__} is not known to attend to V as its projection gives it"
@@ -76,7 +76,7 @@ def why_not_foldable(
     return None
 
 
-#: Settings under which folding would be wrong or would not last: the field, its harmless values, why.
+#: Settings with which folding would be wrong or would not last: field, harmless values, and why.
 _SETTINGS: tuple[tuple[str, tuple[object, ...], str], ...] = (
     ("enable_lora", (None, False), "an adapter's own V and output matrices would miss it"),
     ("lora_paths", (None, [], {}), "an adapter's own V and output matrices would miss it"),
@@ -87,7 +87,7 @@ _SETTINGS: tuple[tuple[str, tuple[object, ...], str], ...] = (
 
 
 def _why_not_plain(projection: Any, axis: int, size: int, device: torch.device) -> str | None:
-    """Completes "qkv_proj of layer 3 ..." if its weight is not a dense matrix of ``size`` along ``axis``, as loaded."""
+    """Returns a completion of "qkv_proj of layer 3 ..." unless its weight is dense, with ``size`` along ``axis``."""
     from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 
     method: object = getattr(projection, "quant_method", None)
@@ -98,7 +98,7 @@ def _why_not_plain(projection: Any, axis: int, size: int, device: torch.device) 
         return "is packed for AMX"
     bias = getattr(projection, "bias", None)
     for tensor in (weight,) if bias is None else (weight, bias):
-        # A subclass may report any dtype and shape and hold something else: torchao's say bfloat16.
+        # A subclass may report any dtype and shape but hold other data: torchao's subclasses report bfloat16.
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or type(tensor.data) is not torch.Tensor:
             return f"has a {type(tensor).__name__}"
         if tensor.layout != torch.strided or tensor.dtype not in (torch.bfloat16, torch.float16, torch.float32):
@@ -114,12 +114,12 @@ def _why_not_plain(projection: Any, axis: int, size: int, device: torch.device) 
 def fold(
     model: torch.nn.Module, layers: Iterable[int], rotations: torch.Tensor, outputs: torch.Tensor | None = None
 ) -> None:
-    """W_v <- R_v^T W_v (and its bias) per KV head, W_o <- W_o R_o per query head, in float32.
+    """Folds rotations in float32: W_v <- R_v^T W_v (and its bias) per KV head, W_o <- W_o R_o per query head.
 
     Args:
         layers: ids of this worker's layers.
-        rotations: R_v float32 ``[layers, kv_heads or 1, D, D]`` of these.
-        outputs: R_o, the same, with R_o R_v^T = 1; None where R_v is orthogonal and serves as both.
+        rotations: R_v of these layers, float32 ``[layers, kv_heads or 1, D, D]``.
+        outputs: R_o, same shape and dtype, with R_o R_v^T = 1; None if R_v is orthogonal and serves as both.
     """
     found = attention_layers(model)
     for layer, r, back in zip(layers, rotations, rotations if outputs is None else outputs, strict=True):
@@ -151,12 +151,12 @@ _NO_EXPORT = _FOLDED + "they are not the checkpoint's and are not given away. Us
 
 
 def refuse_update(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """AROUND ``WeightUpdater.update_weights_*``: new weights would lack the folded rotation."""
+    """AROUND ``WeightUpdater.update_weights_*``: refuses new weights, which would lack the folded rotation."""
     return (False, _NO_UPDATE) if folded() else original(self, *args, **kwargs)
 
 
 def refuse_update_session(original: Original, self: Any, recv_req: Any) -> Any:
-    """AROUND ``SchedulerWeightUpdaterManager.begin_weight_update``: what follows may write weights past our hooks."""
+    """AROUND ``SchedulerWeightUpdaterManager.begin_weight_update``: refuses; later steps may bypass our hooks."""
     if not folded():
         return original(self, recv_req)
     from sglang.srt.managers.io_struct import BeginWeightUpdateReqOutput
@@ -165,15 +165,15 @@ def refuse_update_session(original: Original, self: Any, recv_req: Any) -> Any:
 
 
 def refuse_sending(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """AROUND ``WeightExporter.*_remote_instance``: another server would load folded weights as a checkpoint's."""
+    """AROUND ``WeightExporter.*_remote_instance``: refuses to send folded weights, which are not the checkpoint's."""
     return (False, _NO_EXPORT) if folded() else original(self, *args, **kwargs)
 
 
 def refuse_saving(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """AROUND ``WeightExporter.save_*`` and ``WeightChecker.handle``; SGLang answers the caller with the message.
+    """AROUND ``WeightExporter.save_*`` and ``WeightChecker.handle``: refuses folded weights.
 
     Raises:
-        KVQuantError: V is folded.
+        KVQuantError: the value rotation is folded; SGLang sends the message to the caller.
     """
     if folded():
         raise KVQuantError(_NO_EXPORT)
@@ -181,12 +181,12 @@ def refuse_saving(original: Original, self: Any, *args: Any, **kwargs: Any) -> A
 
 
 def is_folded_weight(name: str) -> bool:
-    """Returns True if folding changes the parameter of this name, in a checkpoint or in SGLang."""
+    """Returns True if folding changes the parameter of this name; accepts names of checkpoints and of SGLang."""
     return not {"v_proj", "qkv_proj", "o_proj"}.isdisjoint(name.split("."))
 
 
 def refuse_reading(original: Original, self: Any, name: str, *args: Any, **kwargs: Any) -> Any:
-    """AROUND ``WeightExporter.get_weights_by_name``: None and a line in the log, which is how SGLang refuses there."""
+    """AROUND ``WeightExporter.get_weights_by_name``: refuses folded weights like SGLang, with None and a log line."""
     if folded() and is_folded_weight(name):
         logger.error("get_weights_by_name %s: %s", name, _NO_EXPORT)
         return None
@@ -194,13 +194,13 @@ def refuse_reading(original: Original, self: Any, name: str, *args: Any, **kwarg
 
 
 async def explain_refusal(original: Original, self: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:
-    """AROUND ``TokenizerControlMixin.get_weights_by_name``: the scheduler's None has no room for a reason.
+    """AROUND ``TokenizerControlMixin.get_weights_by_name``: explains a refusal, for which the scheduler returns None.
 
     Raises:
-        KVQuantError: a worker gave nothing for a parameter that may be folded.
+        KVQuantError: a worker returned None for a parameter that may be folded.
     """
     found = await original(self, obj, *args, **kwargs)
-    missing = found is None or any(part is None for part in found)  # a list per data-parallel rank
+    missing = found is None or any(part is None for part in found)  # one entry per data-parallel rank
     if missing and is_folded_weight(obj.name) and config_of(self.server_args) is not None:
         raise KVQuantError(f"{obj.name} is not available: {_NO_EXPORT}")
     return found

@@ -1,4 +1,4 @@
-"""Requirements of the cache on a model's attention layers: plain settings, distinct layer ids, and plain calls."""
+"""Checks that a model's attention layers meet the cache's requirements: plain settings, distinct ids, plain calls."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from sglang_kvq.sglang.types import AttentionLayer
 
 
 def check_layers(model: torch.nn.Module, head_dim: int, kv_heads: int, elsewhere: Collection[int] = ()) -> None:
-    """Refuses attention that the cache does not serve, layer by layer.
+    """Refuses attention layers that the cache does not support.
 
     Args:
-        kv_heads: of this worker, as SGLang sized the cache.
+        kv_heads: KV heads on this worker for which SGLang sized the cache.
         elsewhere: ids of layers that SGLang serves itself.
 
     Raises:
@@ -50,11 +50,11 @@ def check_layers(model: torch.nn.Module, head_dim: int, kv_heads: int, elsewhere
 
 
 def check_layer_ids(model: torch.nn.Module, ids: Collection[int], elsewhere: Collection[int] = ()) -> None:
-    """Refuses layers that share a layer of the cache, or have none.
+    """Refuses attention layers that share a layer of the cache, or have none.
 
     Args:
-        ids: layer ids that this worker's pool holds.
-        elsewhere: as of ``check_layers``.
+        ids: layer ids in this worker's pool.
+        elsewhere: as in ``check_layers``.
 
     Raises:
         SystemExit: names the layers.
@@ -76,10 +76,13 @@ def check_layer_ids(model: torch.nn.Module, ids: Collection[int], elsewhere: Col
 
 
 def learned_sinks(layer: AttentionLayer, extra: dict[str, object]) -> torch.Tensor | None:
-    """Takes ``sinks`` out of a call's further keyword arguments: float ``[q_heads]``, this worker's; None for none.
+    """Removes ``sinks`` from a call's further keyword arguments and returns it.
+
+    Returns:
+        Learned sinks of this worker's query heads, float ``[q_heads]``; None if the call has none.
 
     Raises:
-        NotImplementedError: anything else, which would be read as if it were that.
+        NotImplementedError: ``sinks`` is anything else, which kernels would misread.
     """
     sinks = extra.pop("sinks", None)
     if sinks is None:
@@ -101,14 +104,14 @@ def own_keys_and_values(
     save_kv_cache: bool,
     extra: Mapping[str, object],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``k`` and ``v`` of a plain call: the layer's own, all to be stored, with nothing else that changes the result.
+    """Returns ``k`` and ``v`` of a plain call: the layer's own, all to be stored, without other arguments.
 
     Args:
-        extra: further keyword arguments of the call; those that are None ask for nothing.
+        extra: further keyword arguments of the call; those that are None are ignored.
 
     Raises:
-        NotImplementedError: names the layer and what it asked for. An answer would be wrong: the cache would miss these
-            tokens, hold them twice, or the argument would be ignored.
+        NotImplementedError: the call is not plain; names the layer and the arguments. The result would be wrong: the
+            cache would miss these tokens or hold them twice, or the argument would be ignored.
     """
     asked = [f"{name}=..." for name, value in extra.items() if value is not None]
     if k is None or v is None:

@@ -1,9 +1,9 @@
-"""Requests whose past tokens are scored while their prompt runs: from the scheduler to the layers.
+"""Scores the past tokens of a request while its prompt runs; passes the scores from the scheduler to the layers.
 
-Whoever builds an episode calls ``collect`` before its request is scheduled and ``forget`` once it has taken the
-result or the request is gone. In between, every batch with prompt tokens of the request raises its scores, on the
-stream that runs the layers; what reads them on that stream, behind the request's last chunk, need not wait. Under
-tensor parallelism every worker does so for its own heads.
+The code that builds an episode calls ``collect`` before its request is scheduled. It calls ``forget`` when it has taken
+the result, or when the request is gone. In between, every batch with prompt tokens of the request updates its scores,
+on the stream that runs the layers. Work on that stream after the request's last chunk can read the scores without a
+wait. With tensor parallelism each worker scores for its own heads.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from sglang_kvq.sglang.types import ForwardBatch
 
 
 def collect(rid: str, past: int) -> KeyScores:
-    """Scores the first ``past`` tokens of the request with that id by the queries of all tokens behind them.
+    """Starts scoring the first ``past`` tokens of the request ``rid`` by the queries of all later tokens.
 
-    The request must not find its prompt in the prefix cache: it should have a namespace (``extra_key``) of its own.
+    The request must not find its prompt in the prefix cache, so it should have its own namespace (``extra_key``).
 
     Raises:
-        KVQuantError: it is being scored already, or there is no past.
+        KVQuantError: the request is being scored already, or there is no past.
     """
     current = runtime.started()
     if rid in current.scores:
@@ -31,18 +31,18 @@ def collect(rid: str, past: int) -> KeyScores:
 
 
 def forget(rid: str) -> None:
-    """Stops scoring that request, if it is scored."""
+    """Stops scoring the request ``rid``, if it is being scored."""
     if (current := runtime.current()) is not None:
         current.scores.pop(rid, None)
 
 
 def wanted(forward_batch: ForwardBatch) -> dict[int, KeyScores]:
-    """The scores of a batch's requests, by index in it; none for most batches.
+    """Returns the scores to update for a batch, by the request's index in the batch; empty for most batches.
 
-    Requests are known by their ids, which SGLang's copies of a batch keep; attributes of ours they would not.
+    Requests are identified by their ids, because SGLang's copies of a batch keep ids but not our attributes.
     """
     current = runtime.current()
     if current is None or not current.scores:
         return {}
-    rids = forward_batch.rids or ()  # none in batches that SGLang makes up: of padding alone, to warm up
+    rids = forward_batch.rids or ()  # None in SGLang's dummy batches: pure padding, and warm-ups
     return {i: current.scores[rid] for i, rid in enumerate(rids) if rid in current.scores}

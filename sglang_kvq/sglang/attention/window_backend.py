@@ -1,4 +1,4 @@
-"""Attention of models with sliding windows: layers that see all tokens are ours, layers with windows SGLang's own."""
+"""Attention of models with sliding windows: our backend for layers that see all tokens, SGLang's for the others."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from sglang_kvq.sglang.types import AttentionLayer, ForwardBatch, KVCache, Model
 
 
 class WindowedBackend(AttentionBackend):
-    """Plans both, and sends each layer to the one that has its keys and values.
+    """Plans with both backends, and sends each layer to the backend that has its keys and values.
 
     Args:
-        full: of the layers in the cache.
-        windows: of all others; its planning reads what the scheduler shares no later than ``full``'s does.
+        full: backend of the layers in the cache.
+        windows: backend of all other layers. Its planning finishes reading the scheduler's shared data no later than
+            the planning of ``full``.
     """
 
-    #: SGLang's has room for so many requests only as may run.
+    #: SGLang's backend has room only for as many requests as may run.
     extend_dummy_seqs_capped_by_req_pool = True
 
     def __init__(self, full: KVQuantBackend, windows: AttentionBackend) -> None:
@@ -28,10 +29,10 @@ class WindowedBackend(AttentionBackend):
         self.full, self.windows = full, windows
         self.attn_backend_list = [full, windows]
         self.token_to_kv_pool, self.req_to_token_pool = windows.token_to_kv_pool, full.req_to_token_pool
-        #: Read by SGLang where it speculates, as those of ``KVQuantBackend``.
+        #: SGLang reads these two with speculative decoding, as in ``KVQuantBackend``.
         self.needs_cpu_seq_lens = full.needs_cpu_seq_lens or windows.needs_cpu_seq_lens
         self.max_context_len = full.max_context_len
-        #: The scheduler groups prefills by it where the backend has one.
+        #: The scheduler groups prefills by this value if the backend has it.
         if hasattr(windows, "extend_attention_block_m"):
             self.extend_attention_block_m = windows.extend_attention_block_m
 
@@ -49,11 +50,11 @@ class WindowedBackend(AttentionBackend):
 
     @property
     def verify_mask(self) -> Any:
-        """The mask that drafts fill in place: SGLang's backend has no room for one made for the longest context."""
+        """Mask of SGLang's backend that drafts fill in place; a mask for the longest context would not fit there."""
         return self.windows.verify_mask
 
     def get_verify_buffers_to_fill_after_draft(self) -> Any:
-        """``verify_mask`` of older releases."""
+        """Returns the buffers to fill after drafting; older releases call this instead of ``verify_mask``."""
         return self.windows.get_verify_buffers_to_fill_after_draft()
 
     def update_verify_buffers_to_fill_after_draft(self, spec_info: Any, cuda_graph_bs: int | None) -> None:
@@ -75,7 +76,7 @@ class WindowedBackend(AttentionBackend):
         return self.full.get_cpu_graph_seq_len_fill_value()
 
     def shared_read_ends(self, forward_mode: Any) -> Any:
-        """The later of both, where the release asks for it."""
+        """Returns the later of both backends' values; only some releases ask for it."""
         return max((b.shared_read_ends(forward_mode) for b in self.attn_backend_list), key=lambda end: end.value)
 
     def forward_decode(
@@ -109,9 +110,9 @@ class WindowedBackend(AttentionBackend):
         return out
 
     def _of(self, layer: AttentionLayer) -> AttentionBackend:
-        """The backend of a layer.
+        """Returns the backend of a layer, after a wait for its pages that come from the host.
 
-        Pages may be on their way from the host. SGLang's pool of both kinds waits for them, and ours knows nothing.
+        For layers in our cache the wait is here, because only SGLang's pool of both kinds knows of such loads.
         """
         if layer.layer_id not in self.full.index_of:
             return self.windows
@@ -121,10 +122,11 @@ class WindowedBackend(AttentionBackend):
 
 
 def create_window_backend(model_runner: ModelRunner) -> AttentionBackend:
-    """Builds the backend for layers with windows: SGLang's Triton backend; plain torch on a CPU.
+    """Builds the backend for layers with windows: SGLang's Triton backend on a GPU, plain torch on a CPU.
 
-    SGLang's backend looks at the values of the first layer to see how long a head is, and that layer's may be ours.
-    SGLang's own backend for a CPU takes locations of one of its pools for the other's.
+    SGLang's Triton backend reads the head size from the values of the first layer, which may be in our pool. So it gets
+    a view of the pool in which all layers have windows. SGLang's own backend for a CPU cannot be used: it takes
+    locations of one pool for those of the other.
     """
     pool = model_runner.token_to_kv_pool
     if torch.device(model_runner.device).type == "cpu":
@@ -139,7 +141,7 @@ def create_window_backend(model_runner: ModelRunner) -> AttentionBackend:
 
 
 def windows_only(pool: KVCache) -> KVCache:
-    """SGLang's pool of both kinds of layers as if all had windows, so that any of them may be looked at."""
+    """Returns SGLang's pool of both kinds of layers as if all had windows, so that every layer's values can be read."""
     seen = copy.copy(pool)
     (index, _), *_ = (place for place in pool.layers_mapping.values() if place[1])
     seen.layers_mapping = {i: place if place[1] else (index, True) for i, place in pool.layers_mapping.items()}
@@ -147,7 +149,7 @@ def windows_only(pool: KVCache) -> KVCache:
 
 
 class _Seen:
-    """A model runner of which some attributes are others."""
+    """A model runner with some attributes replaced."""
 
     def __init__(self, model_runner: ModelRunner, **attributes: Any) -> None:
         self._model_runner = model_runner

@@ -1,4 +1,4 @@
-"""Attention of layers with sliding windows in plain torch, over SGLang's own pool: what a CPU runs."""
+"""Attention of layers with sliding windows in plain torch, over SGLang's own pool; runs on a CPU."""
 
 from __future__ import annotations
 
@@ -14,8 +14,11 @@ from sglang_kvq.sglang.types import AttentionLayer, ForwardBatch, KVCache, ReqTo
 
 
 class TorchWindows(AttentionBackend):
-    """Loops over requests. Keys and values are read from the pool of the windows, where the map leads that SGLang keeps
-    from locations of the other pool: one that left every window leads nowhere."""
+    """Attends in a loop over requests.
+
+    Reads keys and values from SGLang's pool of the windows. SGLang maps locations of the other pool to locations there;
+    a token that has left every window has none.
+    """
 
     def __init__(self, token_to_kv_pool: KVCache, req_to_token_pool: ReqToTokenPool) -> None:
         super().__init__()
@@ -70,10 +73,13 @@ class TorchWindows(AttentionBackend):
         new_lens: list[int],
         among: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """among: of drafts, which of their request's they see, bool ``[requests, new, new]``; None is all before."""
+        """Stores the new tokens and attends with them.
+
+        among: which drafts of its request each draft sees, bool ``[requests, new, new]``; None means all before it.
+        """
         sinks = learned_sinks(layer, extra)
         k, v = own_keys_and_values(layer, k, v, save_kv_cache, extra)
-        pool, tokens = self.token_to_kv_pool, sum(new_lens)  # what SGLang padded attends to nothing
+        pool, tokens = self.token_to_kv_pool, sum(new_lens)  # SGLang's padding tokens attend to nothing
         loc = forward_batch.out_cache_loc[:tokens]
         where = KVWriteLoc(loc, pool.translate_loc_from_full_to_swa(loc))
         k, v = (x[:tokens].reshape(tokens, layer.tp_k_head_num, -1) for x in (k, v))
@@ -108,9 +114,10 @@ def attend_windows(
     sinks: torch.Tensor | None,
     among: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The last ``len(q)`` positions see themselves and ``window`` before them; of each other, what ``among`` says.
+    """Returns attention of the last ``len(q)`` positions to themselves and to ``window`` positions before each.
 
-    q ``[n, q_heads, D]``, k and v ``[length, kv_heads, D]``, among bool ``[n, n]``; computed in float32, rounded once.
+    q ``[n, q_heads, D]``, k and v ``[length, kv_heads, D]``. among: bool ``[n, n]``, which of the last positions each
+    of them sees; None means all before it. Computed in float32, rounded once to q's dtype.
     """
     n, length, group = len(q), len(k), q.shape[1] // k.shape[1]
     k, v = (x.float().transpose(0, 1).repeat_interleave(group, dim=0) for x in (k, v))

@@ -1,4 +1,4 @@
-"""One worker's attention, put together once the model is loaded: layers checked, rotations and tiers connected."""
+"""Builds one worker's attention once the model is loaded: checks layers, and connects rotations and tiers."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from sglang_kvq.sglang.prefix import episodes
 from sglang_kvq.sglang.runtime import logger
 from sglang_kvq.sglang.types import ModelRunner
 
-#: Different values of the layers that the log lists.
+#: Maximum number of different per-layer values that the log lists.
 MOST_SHOWN = 6
 
 
 def create_backend(model_runner: ModelRunner) -> AttentionBackend:
-    """The backend of one worker: rotations resolved, V folded where possible, tiers connected."""
+    """Builds the backend of one worker: resolves rotations, folds that of values if possible, connects the tiers."""
     from sglang_kvq.sglang.attention.worker_rotations import log_inferred, worker_rotations
 
     state = runtime.started()
@@ -87,7 +87,7 @@ def create_backend(model_runner: ModelRunner) -> AttentionBackend:
         mixed = bool(compat.resolved(model_runner.server_args, "enable_mixed_chunk", False))
         backend = KVQuantBackend(ops, tiers, state.layer_ids, branching=algorithm == BRANCHING, mixed=mixed)
     state.watch = backend.watch
-    # Models look at this pool's dtype; the one that SGLang puts around it in a hybrid says bfloat16.
+    # Models look at this pool's dtype. The pool that SGLang puts around it for a hybrid model reports bfloat16.
     backend.token_to_kv_pool = quantized_pool(model_runner.token_to_kv_pool)
     backend.req_to_token_pool = model_runner.req_to_token_pool
     if state.windows is None:
@@ -98,7 +98,7 @@ def create_backend(model_runner: ModelRunner) -> AttentionBackend:
 
 
 def create_tiers(pool: PagePool, config: KVQuantConfig, ops: AttentionOps, written: int) -> TierManager:
-    """Planned by kernels on a GPU, in torch on a CPU. written: tokens that a step writes."""
+    """Builds the tier manager, which plans by kernels on a GPU, in torch on a CPU. written: tokens per decode step."""
     kind = TierManager
     if pool.device.type != "cpu":
         from sglang_kvq.cache.triton_tiers import TritonTierManager
@@ -117,7 +117,7 @@ def create_tiers(pool: PagePool, config: KVQuantConfig, ops: AttentionOps, writt
 
 
 def describe(status: Mapping[str, Any]) -> Iterator[str]:
-    """Yields lines for the log: what all layers share, then files of rotations and what differs by layer, one each."""
+    """Yields lines for the log: values that all layers share, then one line per rotation file and per-layer value."""
     longer = {name: value for name, value in status.items() if isinstance(value, (dict, list))}
     yield "ready: " + ", ".join(f"{name}={value}" for name, value in status.items() if name not in longer)
     for name, value in longer.items():
@@ -133,17 +133,17 @@ def describe(status: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _per_layer(values: list[Any]) -> object:
-    """One value where all layers agree, else the list."""
+    """Returns the one value that all layers share, otherwise the list."""
     return values[0] if len(set(values)) == 1 else values
 
 
 def create_ops(
     model_runner: ModelRunner, pool: PagePool, rotations: LayerRotations, layer_ids: Collection[int]
 ) -> AttentionOps:
-    """Triton on a GPU, plain torch on a CPU.
+    """Builds the attention operations: Triton kernels on a GPU, plain torch on a CPU.
 
     Raises:
-        SystemExit: layers of these ids have different numbers of query heads.
+        SystemExit: the layers with these ids have different numbers of query heads.
     """
     if pool.device.type == "cpu":
         return ReferenceOps(pool, rotations)

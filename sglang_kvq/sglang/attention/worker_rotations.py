@@ -20,10 +20,10 @@ from sglang_kvq.sglang.types import ModelRunner
 def worker_rotations(
     model_runner: ModelRunner, config: KVQuantConfig, geometry: KVGeometry, layer_ids: Sequence[int]
 ) -> tuple[LayerRotations, RotationMeta]:
-    """Rotations of this worker's layers and KV heads, and where they come from.
+    """Returns the rotations of this worker's layers and KV heads, and their origin.
 
     Args:
-        layer_ids: the model's numbers of this worker's layers; files have those of ``cached_layers`` only.
+        layer_ids: the model's ids of this worker's layers; rotation files have only the layers of ``cached_layers``.
     """
     hf_config = model_runner.model_config.hf_config
     rotations = resolve_rotations(config, model_runner.model_config.model_path, hf_config)
@@ -42,7 +42,7 @@ def worker_rotations(
 
 
 def log_inferred(model_runner: ModelRunner, config: KVQuantConfig) -> None:
-    """Warns if rotations come from a folder of the hub whose name nobody has confirmed."""
+    """Logs a warning if rotations come from a folder on the hub whose name is inferred, not confirmed."""
     model = model_runner.model_config
     if get_method(config.method).rotation is not RotationKind.LEARNED:
         return
@@ -56,13 +56,13 @@ def log_inferred(model_runner: ModelRunner, config: KVQuantConfig) -> None:
 
 
 def stored_at(layer_ids: Sequence[int], hf_config: Any) -> range:
-    """Where a model's rotation files have the layers of these numbers, which follow each other there."""
+    """Returns the indices of these layers in the model's rotation files, where they are consecutive."""
     first = cached_layers(hf_config).index(layer_ids[0])
     return range(first, first + len(layer_ids))
 
 
 def tensor_parallel(model_runner: ModelRunner) -> tuple[int, int]:
-    """Rank and size of the group that shards attention heads (smaller than TP under DP attention)."""
+    """Returns rank and size of the group that shards attention heads (smaller than TP with DP attention)."""
     from sglang.srt.runtime_context import get_parallel
 
     parallel = get_parallel()

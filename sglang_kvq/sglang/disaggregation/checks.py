@@ -1,4 +1,4 @@
-"""Refusals of settings that a server in ``--disaggregation-mode`` cannot have with ``--kv-quant``."""
+"""Refuses settings that ``--kv-quant`` does not support on a server in ``--disaggregation-mode``."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from sglang_kvq.sglang.disaggregation.drafts import WITH_PREFIX_CACHE
 from sglang_kvq.sglang.hooks import TRANSFERS
 from sglang_kvq.sglang.types import ModelConfig, ServerArgs
 
-#: Back ends whose entries may differ in size, and whose state travels with the last chunk; the second is the first over
-#: TCP, which SGLang resolves.
+#: Supported transfer back ends: their buffers may differ in size, and they send a request's state with its last chunk.
+#: SGLang resolves ``mooncake_tcp`` to ``mooncake``, with TCP as its transport.
 BACKENDS = ("mooncake", "mooncake_tcp", "nixl")
 
 _UNTRIED = "not tried with --kv-quant and --disaggregation-mode yet"
@@ -36,7 +36,7 @@ REFUSED: tuple[tuple[str, str, tuple[object, ...]], ...] = (
     ("kv_canary", "what it checks is not sent", (None, "none")),
 )
 
-#: Switches of SGLang that are environment variables.
+#: Environment variables of SGLang that are refused, and why.
 REFUSED_ENVIRONMENT = (
     ("SGLANG_DISAGG_STAGING_BUFFER", _PLAIN),
     ("SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX", "a cached prefix is quantized with the batch that reads it"),
@@ -53,7 +53,7 @@ def _mode(value: object) -> str | None:
 
 
 def refused_flags(values: Mapping[str, Any]) -> list[str]:
-    """Returns what is wrong with the settings that the user typed, each with the fix."""
+    """Returns the problems of the settings that the user typed, each with the fix."""
     mode = _mode(values.get("disaggregation_mode"))
     if mode is None:
         return []
@@ -80,7 +80,7 @@ def refused_flags(values: Mapping[str, Any]) -> list[str]:
 
 
 def refused_settings(server_args: ServerArgs, config: KVQuantConfig, model: ModelConfig) -> list[str]:
-    """Returns what is wrong with the settings as SGLang decided them, with the config's, and with the model."""
+    """Returns the problems of the settings as SGLang decided them, of the config, and of the model."""
     mode = mode_of(server_args)
     if mode is None:
         return []

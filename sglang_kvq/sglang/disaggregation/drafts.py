@@ -1,8 +1,8 @@
-"""Speculative decoding between two servers: what a decode server's first round of drafts begins with.
+"""Speculative decoding between two servers: provides the input of a decode server's first round of drafts.
 
-A draft model's cache is SGLang's own and plain. SGLang sends its pages behind ours, from page to page. For EAGLE it
-also sends what the first round needs, with the first token. For two other algorithms it has the fields, but neither
-fills nor reads them, so that the first round has nothing to begin with:
+A draft model's cache is SGLang's own, unquantized. SGLang sends its pages after ours, page by page. For EAGLE SGLang
+also sends the first round's input together with the first token. For two other algorithms SGLang has the fields, but
+neither fills nor reads them. So the hooks here provide the input:
 
 - *STANDALONE* needs the draft model's first guess, which the prefill server has made.
 - *NGRAM* needs to know that no accepted token is still to come.
@@ -16,14 +16,14 @@ import torch
 
 from sglang_kvq.sglang.types import Original
 
-#: The algorithms with a decode server's own prefix cache; SGLang refuses it with the others.
+#: Algorithms with which a decode server may have its own prefix cache; SGLang refuses that with all others.
 WITH_PREFIX_CACHE = ("EAGLE", "EAGLE3", "NEXTN")
 
 
 def layout_of(pool: Any, kv_args: Any) -> str:
-    """Returns a name for a draft model's pages, and for what is sent with the first token.
+    """Returns a name for the layout of a draft model's pages and of the data sent with the first token.
 
-    SGLang compares neither, and sends as many bytes of each as the prefill server has.
+    SGLang compares neither between servers: it sends as many bytes of each as the prefill server has.
     """
     from sglang.srt.runtime_context import get_spec
 
@@ -35,7 +35,7 @@ def layout_of(pool: Any, kv_args: Any) -> str:
 
 
 def before_prefill_result(self: Any, batch: Any, result: Any) -> None:
-    """BEFORE ``process_batch_result_disagg_prefill``: the first guess of STANDALONE's draft model is kept."""
+    """BEFORE ``process_batch_result_disagg_prefill``: keeps the first guess of STANDALONE's draft model."""
     guess = result.next_draft_input
     if guess is None or not self.spec_algorithm.is_standalone():
         return
@@ -44,9 +44,9 @@ def before_prefill_result(self: Any, batch: Any, result: Any) -> None:
 
 
 def around_metadata(original: Original, self: Any, req: Any) -> None:
-    """AROUND ``MetadataBuffers.set_buf``: SGLang sends a guess only together with hidden states.
+    """AROUND ``MetadataBuffers.set_buf``: adds hidden states to a guess, without which SGLang would not send it.
 
-    STANDALONE's draft model reads none, so they are zeros.
+    STANDALONE's draft model reads no hidden states, so they are zeros.
     """
     if req.hidden_states_tensor is None and req.output_topk_p is not None:
         req.hidden_states_tensor = torch.zeros_like(self.output_hidden_states[0])
@@ -57,7 +57,7 @@ def around_metadata(original: Original, self: Any, req: Any) -> None:
 
 
 def around_first_round(original: Original, self: Any, batch: Any, last_tokens: torch.Tensor, future_map: Any) -> Any:
-    """AROUND ``SpeculativeAlgorithm.build_disagg_draft_input``: what STANDALONE and NGRAM begin with."""
+    """AROUND ``SpeculativeAlgorithm.build_disagg_draft_input``: builds the first input of STANDALONE and NGRAM."""
     if self.is_standalone():
         return _first_guess(batch, last_tokens, future_map)
     if self.is_ngram():
@@ -75,7 +75,10 @@ def _first_guess(batch: Any, last_tokens: torch.Tensor, future_map: Any) -> Any:
 
 
 def _nothing_accepted(batch: Any, future_map: Any) -> Any:
-    """The first token is among the request's already; SGLang would look for it among those just accepted."""
+    """Returns a verify input without accepted tokens.
+
+    The request has its first token already, but SGLang would look for that token among the accepted ones.
+    """
     from sglang.srt.managers.overlap_utils import RelayPayload
     from sglang.srt.runtime_context import get_spec
     from sglang.srt.speculative.ngram_info import NgramVerifyInput

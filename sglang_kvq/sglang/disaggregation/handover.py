@@ -1,13 +1,14 @@
-"""Requests that a prefill server computes and a decode server goes on with: what is sent, and where it lies.
+"""Transfer of requests that a prefill server computes and a decode server continues: the data sent, and its places.
 
-Whole pages travel as records, straight from one server's page to the other's. The page being filled has no record, and
-the rest of the window is better in BF16. So windows travel through an entry of ``Staging`` on both sides.
+Whole pages are sent as records, directly from a page of one server to a page of the other. The page being filled has no
+record, and the rest of the window would lose precision as records. So windows are sent in BF16, through an entry of
+``Staging`` on both servers.
 
-*Prefill*: when the layers of a chunk are done, and on their stream, its whole pages are recorded; after the last chunk
-the window is packed into the entry. SGLang sends a chunk after the result of its batch has arrived, hence later.
+*Prefill*: after the layers of a chunk, on their stream, the chunk's whole pages get records. After the last chunk the
+window is packed into the entry. SGLang sends a chunk after the result of its batch has arrived, so this work is done.
 
 *Decode*: SGLang allocates pages and a row, and asks for the entry's addresses. The row holds the entry until the
-request begins to run. Then its arrival is an event like any other: the next plan gives its window BF16 pages.
+request begins to run. Its arrival is then recorded as an event: the next plan gives its window BF16 pages.
 """
 
 from __future__ import annotations
@@ -27,15 +28,15 @@ from sglang_kvq.constants import PAGE_SIZE as P
 from sglang_kvq.sglang import runtime
 from sglang_kvq.sglang.disaggregation.staging import Staging, window_of
 
-#: Bytes per page of the entry that makes the number of SGLang's transfer entries even.
+#: Bytes per page of the filler buffer, which makes the number of SGLang's transfer buffers even.
 _FILLER = 16
 
 
 @dataclass(frozen=True)
 class SavedRow:
-    """A retracted request in host memory: records by store, its packed window, and how many tokens these are.
+    """A retracted request in host memory: records by store, its packed window, and its number of tokens.
 
-    ``drafts`` is what SGLang's pool says of the draft model's tokens; None without one.
+    ``drafts`` is SGLang's copy of the draft model's keys and values; None without a draft model.
     """
 
     records: list[torch.Tensor]
@@ -45,18 +46,21 @@ class SavedRow:
 
 
 class DraftPool(Protocol):
-    """SGLang's pool of a draft model: a token lies where it lies in ours."""
+    """SGLang's pool of a draft model; a token has the same location there as in our pool."""
 
     def get_cpu_copy(self, indices: torch.Tensor) -> Any:
         """Copies tokens to host memory."""
 
     def load_cpu_copy(self, kv_cache_cpu: Any, indices: torch.Tensor) -> None:
-        """Copies them back, to these places."""
+        """Copies tokens back, to these locations."""
 
 
 @dataclass(frozen=True)
 class ComputedRow:
-    """A request of a prefill batch: its pages int64 ``[n]``, its tokens, and the entry for its window, if it ends."""
+    """A request of a prefill batch: its pages int64 ``[n]`` and the number of its tokens.
+
+    ``entry`` is the staging entry for its window if this chunk is its last; None otherwise.
+    """
 
     row: int
     pages: torch.Tensor
@@ -68,15 +72,15 @@ class Handover:
     """One worker's part in a transfer.
 
     Args:
-        pool: whose pages are sent, or received.
+        pool: the pool whose pages are sent or received.
         decode: True on a server that decodes.
         sink_pages, recent_pages: the window, in pages.
-        entries: windows that may be on their way at a time.
+        entries: maximum number of windows in transfer at a time.
 
     Attributes:
         layers: the stream that runs the layers, if it is not the scheduler's own.
         drafts: the draft model's pool, if there is one; SGLang sends its pages.
-        refused: what is wrong with prefill servers, by their address.
+        refused: why prefill servers are refused, by their address.
     """
 
     def __init__(self, pool: PagePool, *, decode: bool, sink_pages: int, recent_pages: int, entries: int) -> None:
@@ -88,21 +92,21 @@ class Handover:
         self.refused: dict[str, str] = {}
         self._filler = torch.zeros(pool.pages + 1, _FILLER, dtype=torch.uint8, device=pool.device)
         self._entries: dict[int, tuple[int, int]] = {}  # by row: the entry, and the tokens it was taken for
-        self._restored: dict[int, SavedRow] = {}  # by row: requests that come back after a retraction
+        self._restored: dict[int, SavedRow] = {}  # by row: requests restored after a retraction, not running yet
 
-    # -- what SGLang registers ---------------------------------------------------------------------
+    # -- buffers that SGLang registers -------------------------------------------------------------
 
     def buffers(self) -> tuple[list[int], list[int], list[int]]:
-        """Returns pointers, bytes, and bytes of a page, of each layer's records.
+        """Returns pointers, bytes, and bytes per page of each layer's records.
 
-        SGLang pairs the first half of the entries, and the second, with the other server's: it takes them for keys and
-        values. So their number is even.
+        Their number is even, because SGLang takes the first half for keys and the second half for values, and pairs
+        each half with the other server's.
         """
         entries = [*self.pool.records, *([self._filler] if self.pool.layers % 2 else [])]
         return [x.data_ptr() for x in entries], [x.nbytes for x in entries], [x[0].nbytes for x in entries]
 
     def staged_rows(self, row: int, tokens: int) -> list[int]:
-        """Returns where the window of a row's request is staged; on a decode server its entry is taken now."""
+        """Returns the staging rows for the window of a row's request. A decode server takes an entry for it now."""
         if self.decode and row not in self._entries:
             self._entries[row] = self.staging.take(), tokens
         entry, staged = self._entries.get(row, (0, -1))
@@ -116,14 +120,14 @@ class Handover:
     # -- prefill -----------------------------------------------------------------------------------
 
     def computing(self, row: int, tokens: int, entry: int | None) -> ComputedRow:
-        """Reads the pages of a row whose next chunk ends at ``tokens``: before its layers run.
+        """Reads the pages of a row whose next chunk ends at ``tokens``. Call it before the chunk's layers run.
 
-        Later the scheduler may have replaced some by pages of the tree with the same tokens.
+        Later the scheduler may replace some of these pages by pages of the tree with the same tokens.
         """
         return ComputedRow(row, self._pages(row, tokens), tokens, entry)
 
     def computed(self, done: ComputedRow, tiers: TierManager) -> None:
-        """Prepares what the row's next transfer sends; after the layers, on their stream."""
+        """Prepares the data of the row's next transfer. Call it after the layers, on their stream."""
         tiers.record_pages(done.pages[: done.tokens // P])
         if done.entry is None:
             return
@@ -132,13 +136,13 @@ class Handover:
         rows = self.staging.rows(done.entry, len(window))
         slots = self.pool.page_slot[self._at(done.pages, window)].clamp(min=0).long()
         if done.tokens % P:
-            tiers.errors += slots[-1] == 0  # the page being filled lies nowhere else
+            tiers.errors += slots[-1] == 0  # the page being filled exists only in BF16
         self.staging.table[:, rows.start : rows.stop] = self.pool.read_bf16(slots)
 
     # -- decode ------------------------------------------------------------------------------------
 
     def arrive(self, row: int, tokens: int, prefix: int, tiers: TierManager) -> None:
-        """Records that a row's request begins to run with ``tokens`` tokens, of which ``prefix`` were cached here."""
+        """Records that a row's request begins to run: ``tokens`` tokens, of which this server had cached ``prefix``."""
         pages, window = self._pages(row, tokens), self._window(tokens)
         saved = self._restored.pop(row, None)
         if saved is not None:
@@ -167,10 +171,10 @@ class Handover:
         )
 
     def settle(self, tiers: TierManager) -> None:
-        """Takes over requests that have arrived, if no entry is free: a plan does it, but none may follow.
+        """Applies pending arrivals now if no staging entry is free, because a next plan may never come.
 
-        A request of one token ends without a decode step. If such requests held every entry, no other would be asked
-        for, so no batch would run.
+        A request for one token ends without a decode step. If such requests held all entries, the server would request
+        no further transfer, and no batch would run.
         """
         if self.staging.available() or not tiers.pending.has_arrivals:
             return
@@ -182,14 +186,14 @@ class Handover:
             tiers.apply_now()
 
     def free_row(self, row: int) -> None:
-        """Forgets a row that was given back before its request ran; the other server writes to it no more."""
+        """Forgets a row that was returned before its request ran; the prefill server no longer writes to its entry."""
         self._restored.pop(row, None)
         entry = self._entries.pop(row, None)
         if entry is not None and self.decode:
             self.staging.give_back(entry[0])
 
     def save(self, locations: torch.Tensor, tiers: TierManager) -> SavedRow:
-        """Copies a request's tokens, int64 ``[n]`` locations, to host memory. Nothing may run on the device."""
+        """Copies a request's tokens, int64 ``[n]`` locations, to host memory. The device must be idle."""
         tokens, pages = len(locations), locations[::P].long() // P
         tiers.apply_pending()
         whole = pages[: tokens // P]
@@ -202,7 +206,7 @@ class Handover:
         return SavedRow(records, self.pool.read_bf16(slots).cpu(), tokens, drafts)
 
     def restore(self, saved: SavedRow, locations: torch.Tensor, row: int) -> None:
-        """Copies a saved request's records to its new pages; its window follows when it runs."""
+        """Copies a saved request's records to its new pages; ``arrive`` brings its window back when it runs."""
         if len(locations) != saved.tokens:
             raise RuntimeError(f"kv-quant: {saved.tokens} tokens are restored to a row of {len(locations)}.")
         whole = locations[::P].long()[: saved.tokens // P] // P
@@ -224,7 +228,7 @@ class Handover:
 
 
 def _nothing() -> None:
-    """A window in host memory is freed with its event."""
+    """Does nothing: a window in host memory is freed together with its event."""
 
 
 def current() -> Handover | None:
@@ -238,7 +242,7 @@ def started() -> Handover:
     """Returns this process's part in transfers.
 
     Raises:
-        RuntimeError: it has none.
+        RuntimeError: this server takes no part in transfers.
     """
     found = current()
     if found is None:

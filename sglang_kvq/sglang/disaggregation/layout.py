@@ -1,4 +1,4 @@
-"""A name for how a server keeps its cache. A page means nothing to a server with another name."""
+"""Names the layout of a server's cache. A server can read another server's pages only if both names are equal."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import hashlib
 from sglang_kvq.methods import RotationKind, get_method
 from sglang_kvq.sglang.runtime import Runtime
 
-#: Counts the layouts of records and of staged windows on the wire.
+#: Version of the wire format of records and staged windows.
 WIRE_FORMAT = 1
 
 
 def layout_name(state: Runtime, attention_workers: int, draft: str | None = None) -> str:
-    """Returns the name of this server's layout, readable in an error that shows two of them.
+    """Returns the name of this server's layout, in a form that people can compare in an error message.
 
-    It covers codes, widths and clips of every layer, the rotations, the window, the division of heads, and a draft
-    model's pages (``drafts.layout_of``), if there are any. What only
-    decides which pages have BF16 copies, like ``--kv-quant-bf16-budget``, may differ between servers.
+    It covers codes, widths and clips of every layer, the rotations, the window and the division of heads. With a draft
+    model it also covers that model's pages (``drafts.layout_of``). Settings that only decide which pages have BF16
+    copies, like ``--kv-quant-bf16-budget``, may differ between servers.
     """
     config, geometry = state.config, state.geometry
     codes = [(layer, repr(form)) for layer, form in zip(state.layer_ids, geometry.formats)]

@@ -1,4 +1,4 @@
-"""Hooks on SGLang's prefill/decode disaggregation; ``handover`` does the work."""
+"""Hooks on SGLang's prefill/decode disaggregation; ``handover`` has the code that they call."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sglang_kvq.sglang.disaggregation.layout import layout_name
 from sglang_kvq.sglang.runtime import logger
 from sglang_kvq.sglang.types import Original, Scheduler
 
-#: Completes the error of a decode server that meets a prefill server with another layout.
+#: Ends the error of a decode server that meets a prefill server with another layout.
 _FIX = "Give both servers the same model, --kv-quant flags, rotations, draft model and --tp."
 
 
@@ -20,9 +20,10 @@ _FIX = "Give both servers the same model, --kv-quant flags, rotations, draft mod
 
 
 def around_slots(original: Original, self: Any, size: int) -> None:
-    """AROUND ``ReqToMetadataIdxAllocator.__init__``, the first thing that SGLang builds for transfers.
+    """AROUND ``ReqToMetadataIdxAllocator.__init__``, which SGLang calls first for transfers: builds our part of them.
 
-    On a prefill server a request's metadata slot is its entry for the window, so there are as many of both.
+    On a prefill server a request's metadata slot is also its staging entry, so there are at most as many slots as
+    entries.
     """
     from sglang.srt.runtime_context import get_disagg
 
@@ -45,15 +46,16 @@ def around_slots(original: Original, self: Any, size: int) -> None:
 def after_state(
     result: None, kv_args: Any, token_to_kv_pool: Any, draft_token_to_kv_pool: Any = None, *args: Any, **kwargs: Any
 ) -> None:
-    """AFTER ``setup_state_kv_args``: windows travel once per request, under a name that tells layouts apart.
+    """AFTER ``setup_state_kv_args``: registers the windows, which are sent once per request, and names the layout.
 
-    SGLang compares the name of the cache's dtype, also with a server that runs without ``--kv-quant``.
+    The layout's name replaces the name of the cache's dtype. SGLang compares this name between two servers, also if one
+    of them runs without ``--kv-quant``.
     """
     from sglang.srt.disaggregation.base.conn import StateType
     from sglang.srt.disaggregation.utils import append_state_component
     from sglang.srt.runtime_context import get_parallel
 
-    # The one kind whose places SGLang asks the pool for: ``KVQuantPool.request_state_transfer_indices``.
+    # The only kind of state whose places SGLang asks of the pool (``KVQuantPool.request_state_transfer_indices``).
     append_state_component(kv_args, StateType.DSV4_REQUEST_STATE, *started().staging.buffers())
     handover, draft = started(), None
     if draft_token_to_kv_pool is not None:
@@ -67,9 +69,10 @@ def after_state(
 
 
 def around_forward(original: Original, self: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
-    """AROUND ``TpModelWorker.forward_batch_generation``, on the stream of the layers.
+    """AROUND ``TpModelWorker.forward_batch_generation``: prepares a prefill's pages and window for the transfer.
 
-    SGLang sends pages only after it has the batch's result, so what is enqueued here is done by then.
+    The work runs on the stream of the layers. SGLang sends pages only after it has the batch's result, so the work is
+    done by then.
     """
     handover = current()
     if handover is None or handover.decode or batch is None or not batch.forward_mode.is_extend():
@@ -95,7 +98,10 @@ def _entry(req: Any) -> int:
 
 
 def around_available(original: Original, self: Any) -> int:
-    """AROUND ``ReqToMetadataIdxAllocator.available_size``: a request is asked for once its window has room, too."""
+    """AROUND ``ReqToMetadataIdxAllocator.available_size``: a decode server counts free staging entries, too.
+
+    So it requests a transfer only if the request's window has room.
+    """
     handover = started()
     free: int = original(self)
     if not handover.decode:
@@ -105,7 +111,10 @@ def around_available(original: Original, self: Any) -> int:
 
 
 def after_prebuilt(batch: Any, self: Scheduler, running_batch: Any) -> None:
-    """AFTER ``Scheduler._get_new_prebuilt_batch``: requests whose cache has arrived, or was restored, begin to run."""
+    """AFTER ``Scheduler._get_new_prebuilt_batch``: records the requests that now begin to run.
+
+    Their cache has arrived, or was restored after a retraction.
+    """
     if batch is None:
         return
     handover, tiers = started(), runtime.live_tiers()
@@ -116,7 +125,7 @@ def after_prebuilt(batch: Any, self: Scheduler, running_batch: Any) -> None:
 
 
 def around_free(original: Original, self: Any, req: Any) -> None:
-    """AROUND ``DecodeReqToTokenPool.free``: a row given back frees its window, and its entry if it never ran."""
+    """AROUND ``DecodeReqToTokenPool.free``: frees a returned row's window, and its staging entry if it never ran."""
     row = req.kv.req_pool_idx
     original(self, req)
     started().free_row(row)
@@ -124,10 +133,10 @@ def around_free(original: Original, self: Any, req: Any) -> None:
 
 
 def around_parallel_info(original: Original, self: Any, bootstrap_addr: str) -> bool:
-    """AROUND ``CommonKVManager.try_ensure_parallel_info``, where SGLang compares two servers.
+    """AROUND ``CommonKVManager.try_ensure_parallel_info``, which compares two servers: refuses a server that differs.
 
-    It raises in the scheduler's loop if they differ. That would end this server because of a request's address, so the
-    address is refused instead.
+    SGLang raises in the scheduler's loop if the servers differ. So one request with a wrong address would end this
+    server. The hook refuses the address instead.
     """
     refused = started().refused
     try:
@@ -144,7 +153,7 @@ def around_parallel_info(original: Original, self: Any, bootstrap_addr: str) -> 
 
 
 def around_prefill_info(original: Original, self: Any, addr_to_reqs: Any) -> Any:
-    """AROUND ``DecodePreallocQueue._ensure_prefill_info``: requests to a refused address end with the reason."""
+    """AROUND ``DecodePreallocQueue._ensure_prefill_info``: ends requests to a refused address, with the reason."""
     from sglang.srt.disaggregation.utils import prepare_abort
 
     ready, remaining = original(self, addr_to_reqs)

@@ -1,6 +1,7 @@
-"""Room in which BF16 windows of requests lie between two servers: BF16 slots change, and a transfer needs addresses.
+"""Staging memory for BF16 windows that are sent between two servers.
 
-One *entry* holds the window of one request, page by page, packed by ``PagePool.read_bf16``.
+A transfer needs fixed addresses, but a page's BF16 slot may change. One *entry* holds the window of one request, page
+by page, packed by ``PagePool.read_bf16``.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from sglang_kvq.cache.layout import KVGeometry
 from sglang_kvq.cache.pool import PACKED_TAIL, PagePool
 from sglang_kvq.constants import PAGE_SIZE as P
 
-#: Most requests whose windows are on their way at a time; SGLang lets later ones wait.
+#: Maximum number of windows in transfer at a time; SGLang lets later requests wait.
 MOST_ENTRIES = 32
 
 
@@ -33,7 +34,7 @@ def entries_for(requests: int | None) -> int:
 
 
 def staging_bytes(geometry: KVGeometry, window_pages: int, entries: int) -> int:
-    """Returns the bytes of ``Staging`` for windows of so many pages."""
+    """Returns the bytes of a ``Staging`` for ``entries`` windows of ``window_pages`` pages."""
     return entries * window_pages * (geometry.slot_bytes + 2 * PACKED_TAIL * torch.bfloat16.itemsize)
 
 
@@ -41,9 +42,9 @@ class Staging:
     """Entries for windows.
 
     Args:
-        pool: whose BF16 pages are staged.
+        pool: the pool whose BF16 pages are staged.
         window_pages: pages of an entry.
-        entries: windows that fit.
+        entries: number of entries.
 
     Attributes:
         table: BF16 ``[2, entries * window_pages, pool.packed_elements]``; axis 0 is K, V.
@@ -53,7 +54,7 @@ class Staging:
         self.window_pages, self.entries = window_pages, entries
         shape = (2, entries * window_pages, pool.packed_elements)
         self.table = torch.zeros(shape, dtype=torch.bfloat16, device=pool.device)
-        self._free = deque(range(entries))  # the one given back first is taken first
+        self._free = deque(range(entries))  # the entry that was returned first is taken first
         self._read: deque[tuple[torch.cuda.Event, int]] = deque()
 
     def available(self) -> int:
@@ -63,17 +64,17 @@ class Staging:
         return len(self._free)
 
     def take(self) -> int:
-        """Removes an entry from the free ones.
+        """Takes a free entry and returns its number.
 
         Raises:
-            RuntimeError: there is none.
+            RuntimeError: no entry is free.
         """
         if not self.available():
             raise RuntimeError("kv-quant: a request is transferred without room for its window; please report this.")
         return self._free.popleft()
 
     def give_back(self, entry: int) -> None:
-        """Returns an entry that the current stream may still read."""
+        """Frees an entry once the current stream has finished reading it."""
         if self.table.is_cuda:
             event = torch.cuda.Event()
             event.record()
@@ -86,8 +87,9 @@ class Staging:
         return range(entry * self.window_pages, entry * self.window_pages + pages)
 
     def buffers(self) -> tuple[list[int], list[int], list[int]]:
-        """Returns pointers, bytes, and bytes of a page, of keys and of values: an even number, so that SGLang's halves
-        of K and V fit.
+        """Returns pointers, bytes, and bytes per page of two buffers, keys and values.
+
+        Their number is even because SGLang takes the first half for keys and the second half for values.
         """
         halves = list(self.table)
         return [x.data_ptr() for x in halves], [x.nbytes for x in halves], [x[0].nbytes for x in halves]

@@ -1,7 +1,7 @@
-"""Capacity of a server in tokens and requests, from the model's config.
+"""Computes a server's capacity in tokens and requests from the model's config.
 
-The arithmetic is that of a server's hooks (``cache.layout``, ``cache.memory``), with the defaults of
-SGLang's flags.
+It uses the same arithmetic as a server's hooks (``cache.layout``, ``cache.memory``), with the defaults of SGLang's
+flags.
 """
 
 from __future__ import annotations
@@ -18,22 +18,23 @@ from sglang_kvq.releases import NEW_TREE
 from sglang_kvq.sglang import compat
 from sglang_kvq.sglang.types import ModelConfig
 
-#: ``--chunked-prefill-size`` of GPUs with 60 to 160 GiB.
+#: SGLang's default of ``--chunked-prefill-size`` on GPUs with 60 to 160 GiB.
 CHUNK = 8192
-#: States of a running request with a prefix cache: its own, two that are being kept, and SGLang's allowance for others.
+#: States per running request with a prefix cache: its own, two that are being kept, and SGLang's allowance for others.
 STATES_PER_REQUEST = 5
 
 
 @dataclass(frozen=True)
 class Capacity:
-    """Capacity that fits the memory.
+    """Capacity of a server's memory.
 
     Attributes:
-        tokens_bf16: tokens of plain SGLang in the same memory.
-        requests_bf16: requests that plain SGLang's recurrent states admit at once; None for a model without such.
-        tokens, requests: of a server with ``--kv-quant``: tokens of its cache, requests that run at once.
-        beside: what else the memory holds, in words; None where that is nothing.
-        shared: the memory that records and BF16 pages share; None where it is divided once.
+        tokens_bf16: tokens that plain SGLang holds in the same memory.
+        tokens: tokens in the cache of a server with ``--kv-quant``.
+        requests: requests that such a server runs at once.
+        beside: other content of the memory, in words; None if there is none.
+        requests_bf16: requests for which plain SGLang has recurrent states; None for a model without such states.
+        shared: layout of the memory that records and BF16 pages share; None if the memory is divided once.
     """
 
     tokens_bf16: int
@@ -44,7 +45,7 @@ class Capacity:
     shared: MemoryLayout | None = None
 
     def requests_at(self, context: int) -> int:
-        """Returns how many requests of so many tokens run at once with ``--kv-quant``."""
+        """Returns how many requests of ``context`` tokens run at once with ``--kv-quant``."""
         return (
             min(self.tokens // context, self.requests) if self.shared is None else self.shared.requests_at(context)[1]
         )
@@ -54,12 +55,12 @@ def capacity(config: KVQuantConfig, geometry: KVGeometry, model: ModelConfig, tp
     """Divides the memory as a server would.
 
     Args:
-        geometry: of one worker's part of the layers that the cache holds.
-        tp: workers that share the heads.
-        memory: bytes of one GPU for all that requests take: the cache, windows and states.
+        geometry: one worker's part of the layers in the cache.
+        tp: number of workers that share the heads.
+        memory: bytes on one GPU for all data of requests: cache, sliding windows and recurrent states.
 
     Raises:
-        KVQuantError: it does not hold one request's window.
+        KVQuantError: the memory does not hold one request's window.
     """
     if model.is_hybrid_swa:
         return _with_windows(config, geometry, model, tp, memory)
@@ -115,13 +116,13 @@ def _with_states(config: KVQuantConfig, geometry: KVGeometry, model: ModelConfig
 
 
 def window_bytes(model: ModelConfig, tp: int) -> int:
-    """Bytes of a token in the layers with sliding windows, on one of ``tp`` workers."""
+    """Returns the bytes per token in the layers with sliding windows, on one of ``tp`` workers."""
     elements = model.get_swa_num_kv_heads(tp) * (model.swa_head_dim + model.swa_v_head_dim)
     return int(elements * 2 * len(model.swa_attention_layer_ids))
 
 
 def state_bytes(model: ModelConfig, tp: int) -> int:
-    """Bytes of a recurrent state of all layers on one of ``tp`` workers; 0 of a model without such."""
+    """Returns the bytes of a recurrent state, over all layers, on one of ``tp`` workers; 0 without such states."""
     from sglang.srt import runtime_context
     from sglang.srt.configs.hybrid_arch import mambaish_config
 
@@ -129,7 +130,7 @@ def state_bytes(model: ModelConfig, tp: int) -> int:
     if config is None:
         return 0
     sizes: dict[str, object] = {"attn_tp_size": tp}
-    if hasattr(runtime_context, "linear_attn_parallel_group"):  # which asks whether that is the group
+    if hasattr(runtime_context, "linear_attn_parallel_group"):  # that function reads this setting
         sizes["enable_cp_tp_group_sharing"] = False
     with runtime_context.get_parallel().override(**sizes):
         return int(config.mamba2_cache_params.mamba_cache_per_req)

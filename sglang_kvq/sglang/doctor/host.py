@@ -1,8 +1,8 @@
-"""Checks of the machine itself for ``kvq doctor``. Their failures cause other errors in later checks.
+"""Checks of the machine itself for ``kvq doctor``. A failure here causes other errors in later checks.
 
     python -m sglang_kvq.sglang.doctor.host
 
-makes those that take no time, before a container starts its server.
+runs the quick checks, before a container starts its server.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from pathlib import Path
 from sglang_kvq.errors import KVQuantError
 
 GIB = 1 << 30
-#: Free bytes of each file system that caches are on.
+#: Least free bytes on each file system that holds caches.
 LEAST_DISK = GIB
-#: Least size of /dev/shm if several GPUs exchange data through it (NCCL), and otherwise. Docker gives 64 MiB.
+#: Least free bytes in /dev/shm with several GPUs, which exchange data through it (NCCL), and with one. Docker's default
+#: is 64 MiB.
 LEAST_SHARED, LEAST_SHARED_ALONE = GIB, 16 << 20
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -35,7 +36,7 @@ def triton_cache() -> Path:
 
 
 def places() -> Iterator[tuple[str, Path, str]]:
-    """A folder that must be writable: its content, its path, and how to choose another."""
+    """Yields each folder that must be writable: its content, its path, and how to choose another folder."""
     home = Path.home()
     yield "HOME", home, "set HOME to a folder of this user"
     yield "Triton's cache", triton_cache(), "set TRITON_CACHE_DIR"
@@ -43,16 +44,16 @@ def places() -> Iterator[tuple[str, Path, str]]:
     yield "FlashInfer's cache", flashinfer, "set FLASHINFER_WORKSPACE_BASE"
     from huggingface_hub import constants
 
-    if not constants.HF_HUB_OFFLINE:  # else it is only read
+    if not constants.HF_HUB_OFFLINE:  # offline the cache is only read
         yield "the Hugging Face cache", Path(constants.HF_HUB_CACHE), "set HF_HOME, or HF_HUB_OFFLINE=1 to only read it"
     yield "temporary files", Path(tempfile.gettempdir()), "set TMPDIR"
 
 
 def folders() -> str:
-    """Checks that every folder that a server writes to can be written.
+    """Checks that every folder to which a server writes is writable.
 
     Raises:
-        KVQuantError: names those that cannot, why, and the variables that move them.
+        KVQuantError: names the folders that are not, why, and the variables that choose others.
     """
     wrong = [
         f"{what} {folder}: {why}; {fix}, or chown it" for what, folder, fix in places() if (why := _refusal(folder))
@@ -63,7 +64,7 @@ def folders() -> str:
 
 
 def _refusal(folder: Path) -> str | None:
-    """Why nothing can be written into a folder, which need not exist yet; None if something can."""
+    """Returns why a folder, which need not exist yet, cannot be written to; None if it can."""
     try:
         where = _existing(folder)
         with tempfile.TemporaryFile(dir=where):
@@ -73,15 +74,15 @@ def _refusal(folder: Path) -> str | None:
 
 
 def _existing(folder: Path) -> Path:
-    """The folder itself, or the nearest one above it that exists."""
+    """Returns the folder itself, or its nearest parent that exists."""
     return next(path for path in (folder, *folder.absolute().parents) if path.exists())
 
 
 def disk() -> str:
-    """Checks that there is room on the file systems of these folders.
+    """Checks that the file systems of these folders have free space.
 
     Raises:
-        KVQuantError: names those that are full.
+        KVQuantError: names the file systems that are full.
     """
     found: dict[int, tuple[Path, int]] = {}
     for _, folder, _ in places():
@@ -97,10 +98,10 @@ def disk() -> str:
 
 
 def shared_memory() -> str:
-    """Checks that /dev/shm is as large as the processes of a server need.
+    """Checks that /dev/shm has enough free space for the processes of a server.
 
     Raises:
-        KVQuantError: it is smaller.
+        KVQuantError: it is missing or too small.
     """
     if not SHARED_MEMORY.is_dir():
         raise KVQuantError(f"{SHARED_MEMORY} is missing: processes of a server share data there; mount a tmpfs on it.")
@@ -122,7 +123,8 @@ def driver() -> str:
     """Checks that the NVIDIA driver is new enough for this build of torch.
 
     Raises:
-        KVQuantError: torch is a CPU build on a machine with a driver, or is built for a newer CUDA.
+        KVQuantError: torch is a CPU build on a machine with a driver, or is built for a newer CUDA, or the driver's
+            library cannot be loaded.
     """
     version, supported = driver_version(), driver_cuda()
     if version is None and supported is None:
@@ -149,7 +151,7 @@ def driver() -> str:
 
 
 def driver_version() -> str | None:
-    """The loaded kernel module's; None if there is none."""
+    """Returns the version of the driver's loaded kernel module; None if none is loaded."""
     try:
         found = re.search(r"\b(\d{3}\.\d+(?:\.\d+)?)\b", DRIVER_FILE.read_text())
     except OSError:
@@ -158,7 +160,7 @@ def driver_version() -> str | None:
 
 
 def driver_cuda() -> tuple[int, int] | None:
-    """The newest CUDA that the driver's library serves: major and minor; None without the library."""
+    """Returns the newest CUDA that the driver's library supports: major and minor; None without the library."""
     try:
         library = ctypes.CDLL("libcuda.so.1")
     except OSError:

@@ -1,9 +1,9 @@
-"""Every kernel of the package, found and run: what ``kvq doctor`` says of them.
+"""Finds and runs every kernel of the package, for ``kvq doctor``.
 
-No list is kept here. A kernel is a jitted function that a module of ``sglang_kvq.kernels`` launches. For each kind of
-records that a method asks for, a check runs a prefill, its continuation with scores of keys, and a decode step on a
-small cache. The decode kernel has several routines (``decode.ROUTINES``), chosen by geometry. Each runs for one token
-and for drafts. Kernels and routines that no check launched are reported by name.
+There is no list of kernels: a kernel is any jitted function that a module of ``sglang_kvq.kernels`` launches. For each
+record layout that a method uses, a check runs a prefill, its continuation with scores of keys, and a decode step on a
+small cache. The decode kernel has several routines (``decode.ROUTINES``), chosen by geometry. Each routine runs for one
+token and for drafts. Kernels and routines that no check launched are reported by name.
 """
 
 from __future__ import annotations
@@ -43,39 +43,41 @@ from sglang_kvq.methods import METHOD_NAMES, get_method
 from sglang_kvq.rotations.resolve import resolve_formats
 
 HEAD_DIM, KV_HEADS, Q_HEADS, SCALE = 128, 1, 4, 128**-0.5
-#: One request: tokens prefilled, then tokens that continue them; a decode step follows. One page of sinks and one of
-#: window leave history to both.
+#: One request: tokens of its prefill, then of a continuation; a decode step follows. With one page of sinks and one
+#: recent page, continuation and decode step both read history.
 FIRST, MORE = 4 * PAGE_SIZE, PAGE_SIZE + 6
 SINK_PAGES = RECENT_PAGES = 1
-#: Planes with every kind of cell.
+#: A plane format with every kind of cell.
 PLANES = PlaneFormat(HEAD_DIM, PlaneCode((5, 3, 3, 1)), PlaneCode((2, 1, 1, 0)))
-#: Formats that between them take every routine to decode with ``DECODED``: two bits, other codes, planes.
+#: Formats with which ``DECODED`` reaches every routine of the decode kernel: two bits, other codes, planes.
 TWO_BITS, THREE_BITS = PageFormat(HEAD_DIM, HEAD_DIM), PageFormat(HEAD_DIM, HEAD_DIM, k=CodeFormat(3), v=CodeFormat(3))
 NARROW = (PageFormat(64, 64), PlaneFormat(64, PLANES.k, PLANES.v))
-#: Query heads of the one KV head, and formats of the layers; ``DRAFTS`` drafts are as many times the heads.
+#: Query heads of the one KV head, and formats of the layers. The kernel treats ``DRAFTS`` drafts as that many times
+#: more query heads.
 DECODED: tuple[tuple[int, tuple[RecordFormat, ...]], ...] = (
     (2, (TWO_BITS, THREE_BITS, PLANES)),
     (4, NARROW),
     (8, (TWO_BITS, PLANES)),
 )
 DRAFTS = 2
-#: The kernel that they are routines of.
+#: The kernel that has these routines.
 _DECODE = "decode_attention._decode"
-#: Kernels compile on the CPU: each check has a process of its own where there are so many cores for it.
+#: CPU cores for each process. Kernels compile on the CPU, so checks run in separate processes if there are enough
+#: cores.
 CORES_OF_A_WORKER = 2
-#: Largest relative error, in the 2-norm. Rounding makes less than a tenth of it, wrong bytes make it about 1.
+#: Largest accepted relative error, in the 2-norm. Rounding causes less than a tenth of this, wrong bytes about 1.
 BOUND = 0.05
 
 
 def modules() -> list[ModuleType]:
-    """Every module of ``sglang_kvq.kernels``, imported."""
+    """Imports and returns every module of ``sglang_kvq.kernels``."""
     package = import_module("sglang_kvq.kernels")
     names = [found.name for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}.") if not found.ispkg]
     return [import_module(name) for name in names]
 
 
 def kernels() -> dict[str, Any]:
-    """Jitted functions that are launched somewhere in these modules, by ``module.name``.
+    """Returns the jitted functions that these modules launch, by ``module.name``.
 
     A launch is ``kernel[grid](...)`` or ``start_kernel(kernel, grid, ...)``.
     """
@@ -89,7 +91,7 @@ def kernels() -> dict[str, Any]:
 
 
 def _launched(node: ast.AST) -> str:
-    """Returns the expression of the kernel that a node may launch; "" for none."""
+    """Returns the expression of the kernel that a node may launch; "" if it launches none."""
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript):
         return ast.unparse(node.func.value)
     if isinstance(node, ast.Call) and ast.unparse(node.func) == "start_kernel":
@@ -98,7 +100,7 @@ def _launched(node: ast.AST) -> str:
 
 
 def routines() -> list[str]:
-    """Ways to decode, by ``module.kernel: routine``, without and with drafts."""
+    """Returns the names of the decode kernel's routines, ``module.kernel: routine``, without and with drafts."""
     names = import_module("sglang_kvq.kernels.decode.decode_attention").ROUTINES
     return [_routine(name, drafts) for name in names for drafts in (1, DRAFTS)]
 
@@ -108,9 +110,9 @@ def _routine(name: str, drafts: int) -> str:
 
 
 def formats() -> tuple[RecordFormat, ...]:
-    """Every layout of records that some method has at its default width.
+    """Returns every record layout that some method has at its default width.
 
-    Those of planes depend on a model's rotations: here they are ``PLANES``.
+    Plane layouts depend on a model's rotations, so ``PLANES`` replaces them here.
     """
     model = {
         "architectures": ["Qwen3ForCausalLM"], "num_hidden_layers": 1, "hidden_size": Q_HEADS * HEAD_DIM,
@@ -122,13 +124,13 @@ def formats() -> tuple[RecordFormat, ...]:
 
 
 def run_all(device: torch.device) -> tuple[list[str], list[str]]:
-    """Compiles and runs the kernels on a GPU (or interpret them), beside the same arithmetic in torch.
+    """Compiles and runs the kernels on a GPU (or interprets them), and compares them with the same arithmetic in torch.
 
     Returns:
-        Names of the kernels that ran, and of those that nothing here launched.
+        Names of the kernels and routines that ran, and of those that nothing here launched.
 
     Raises:
-        KVQuantError: a result is not the reference's; names the operation and the layer's codes.
+        KVQuantError: a result differs from the reference; names the operation and the layer's codes.
     """
     parts = [(check, n) for check, count in ((_serve, len(formats())), (_decode, len(DECODED))) for n in range(count)]
     workers = min(len(parts), (os.cpu_count() or 1) // CORES_OF_A_WORKER)
@@ -151,7 +153,7 @@ def _ran(check: Callable[[int, torch.device], None], number: int, device: torch.
 
 
 def _serve(number: int, device: torch.device) -> None:
-    """Serves a request with one kind of records, and whatever else is done to its pages."""
+    """Serves a request with one record layout, and runs the other operations on its pages."""
     request = _Request(device, formats()[number], sinks=number % 2 == 1)
     request.prefill(0, FIRST)
     request.prefill(FIRST, MORE)
@@ -169,7 +171,7 @@ def _decode(number: int, device: torch.device) -> None:
 
 @contextmanager
 def _recorded() -> Iterator[set[str]]:
-    """The names of the kernels launched meanwhile, and of the routines that they decoded by."""
+    """Collects the names of the kernels that the body launches, and of the decode kernel's routines."""
     ran: set[str] = set()
 
     def recorder(name: str) -> Callable[..., None]:
@@ -188,7 +190,7 @@ def _recorded() -> Iterator[set[str]]:
 
 
 def decode_and_verify(q_heads: int, formats: tuple[RecordFormat, ...], device: torch.device) -> None:
-    """Decode one token, then drafts, over records and BF16 pages that torch filled."""
+    """Decodes one token, then verifies drafts, over records and BF16 pages that torch filled."""
     from sglang_kvq.attention.triton_ops import TritonOps
 
     pool, head_dim = _allocate(formats, device), formats[0].head_dim
@@ -213,9 +215,9 @@ def decode_and_verify(q_heads: int, formats: tuple[RecordFormat, ...], device: t
 
 
 def _allocate(formats: tuple[RecordFormat, ...], device: torch.device, shared: bool = False) -> PagePool:
-    """A pool for one request on row 1, whose pages are not in order.
+    """Allocates a pool for one request on row 1, whose pages are not in order.
 
-    shared: records and BF16 pages share one memory. Its ids have no pages yet.
+    shared: records and BF16 pages share one memory, in which no page id has a page yet.
     """
     pages = -(-(FIRST + MORE + 1) // PAGE_SIZE)
     table = torch.zeros(3, pages * PAGE_SIZE, dtype=torch.int32)
@@ -234,9 +236,9 @@ def _allocate(formats: tuple[RecordFormat, ...], device: torch.device, shared: b
 
 
 class _Request:
-    """One request on row 1 of two caches: one that kernels write and read, and one that torch does.
+    """One request on row 1 of two caches: kernels write and read one of them, torch the other.
 
-    Kernels have one memory for records and BF16 pages, torch two.
+    In the kernels' cache records and BF16 pages share one memory; in torch's they are separate.
     """
 
     def __init__(self, device: torch.device, format: RecordFormat, sinks: bool) -> None:
@@ -251,7 +253,7 @@ class _Request:
         rotation = rotation.expand(len(self.formats), 1, HEAD_DIM, HEAD_DIM).contiguous()
         rotations = LayerRotations(rotation, rotation)
         pool, plain = _allocate(self.formats, self.device, shared=True), self._pool()
-        #: Prefixes are dequantized first; or always read where they lie.
+        #: ``ops`` dequantizes prefixes first; ``direct`` always reads records in place.
         self.ops, self.direct = (
             TritonOps(pool, rotations, Q_HEADS, max_batch=1, slab_tokens=FIRST, short=short)
             for short in (None, ShortExtends(costs=None, most_rows_unpacked=MORE * Q_HEADS, least_prefix=0))
@@ -273,7 +275,7 @@ class _Request:
         return tuple(torch.randn(tokens, n, HEAD_DIM, device=self.device).bfloat16() for n in heads)
 
     def finish_with_sinks(self) -> None:
-        """Checks the kernel that applies sinks after FlashInfer's attention, which may not be installed here."""
+        """Checks the kernel that applies learned sinks after FlashInfer's attention; works without FlashInfer."""
         from sglang_kvq.kernels.decode.learned_sinks import scale_by_sinks
 
         out, _, _ = self._activations(MORE)
@@ -284,7 +286,7 @@ class _Request:
         _compare("scaling by sinks", self.formats[0], out, want)
 
     def fold(self) -> None:
-        """Tokens of three pages into two, of all records whose tokens can move; these are compared byte by byte."""
+        """Folds tokens of three pages into two, in all layouts whose tokens can move, and compares the bytes."""
         from sglang_kvq.cache.fold import fold_pages
         from sglang_kvq.cache.triton_tiers import move_tokens
 
@@ -307,7 +309,7 @@ class _Request:
                 )
 
     def copy_to_host(self) -> None:
-        """Pages go to host memory and come back to others, bit for bit; of layers of different widths."""
+        """Copies pages of layers with different widths to host memory and back into other pages, and compares them."""
         from sglang_kvq.cache.host_pages import HostLayout
         from sglang_kvq.kernels.tiers import host_rows
 
@@ -332,7 +334,7 @@ class _Request:
             )
 
     def restore(self) -> None:
-        """A page's first token is kept and its BF16 copy restored, bit for bit."""
+        """Keeps a page's first token and restores the page's BF16 copy, and compares both bit by bit."""
         from sglang_kvq.attention.triton_ops import TritonOps
         from sglang_kvq.kernels.quantize.keep_sink_tokens import keep_sink_tokens
 
@@ -360,7 +362,7 @@ class _Request:
             )
 
     def prefill(self, prefix: int, new: int) -> None:
-        """A chunk of ``new`` tokens through every layer."""
+        """Runs a chunk of ``new`` tokens through every layer, and compares the results."""
         direct = torch.from_numpy(direct_tokens([prefix], [new], SINK_PAGES, RECENT_PAGES)).to(self.device)
         loc = self.tiers.pool.req_to_token[1, prefix : prefix + new].long()
         direct_pages = {}
@@ -372,7 +374,7 @@ class _Request:
         for layer, format in enumerate(self.formats):
             given, outputs, scores = self._activations(new), [], []
             for ops in (self.reference, self.ops, self.direct):
-                if ops is self.direct:  # which shares its cache with ``self.ops``
+                if ops is self.direct:  # shares its cache with ``self.ops``, which has written the tokens
                     q, k, v = ops.rotate(layer, *given)
                 else:
                     q, k, v = ops.rotate_and_keep(layer, loc, *given)
@@ -396,7 +398,7 @@ class _Request:
         return scores.values[layer]
 
     def decode(self, length: int) -> None:
-        """One token through every layer; it makes the request that long."""
+        """Runs one token through every layer, and compares the results. length: of the request with this token."""
         rows, lens = self._int64(1), self._int64(length)
         loc = self.tiers.pool.req_to_token[1, length - 1 : length].long()
         for ops, tiers in ((self.ops, self.tiers), (self.reference, self.plain_tiers)):

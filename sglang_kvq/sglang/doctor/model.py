@@ -1,6 +1,6 @@
-"""``kvq doctor --model``: whether a model is served, by its config alone, what a token takes and how many fit.
+"""``kvq doctor --model``: says from a model's config whether it is served, what a token takes and how many tokens fit.
 
-Nothing is loaded: of the weights only the files' sizes are looked at, to guess what they leave of a GPU's memory.
+It loads no weights. It only adds up the sizes of their files, to guess how much of a GPU's memory they leave.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from sglang_kvq.sglang.architectures import Answer, Family, family_of
 from sglang_kvq.sglang.doctor.capacity import capacity
 from sglang_kvq.sglang.types import ModelConfig
 
-#: GiB; no GPU has as much.
+#: Upper bound of ``--memory`` in GiB, more than any GPU has.
 MOST_MEMORY = 1 << 20
 #: Approximate share of a GPU's memory that SGLang gives to weights and KV cache; it depends on GPU and flags.
 STATIC_SHARE = 0.88
@@ -42,11 +42,11 @@ UNKNOWN_CLASS = "SGLang has no class for it that this release of sglang-kvq know
 
 @dataclass(frozen=True)
 class Request:
-    """Options of the command, named like the server's flags where those exist.
+    """Options of the command, named like the server's flags if such flags exist.
 
     Attributes:
-        memory: GiB of each GPU for the KV cache; None guesses it, if there is a GPU.
-        tp: workers that share the heads.
+        memory: GiB of each GPU for the KV cache; None means a guess, if there is a GPU.
+        tp: number of workers that share the heads.
     """
 
     model: str
@@ -69,7 +69,7 @@ def config_of(method: str, bits: str | None, rotations: str | None) -> KVQuantCo
     """Builds the configuration that the server's flags would give.
 
     Raises:
-        KVQuantError: a method that is none, or bits that it does not have.
+        KVQuantError: the method is unknown or ``none``, or does not have these bits.
     """
     if method == "none":
         raise KVQuantError(f"--method none: plain SGLang serves it; choose one of {', '.join(METHOD_NAMES)}.")
@@ -80,23 +80,24 @@ def config_of(method: str, bits: str | None, rotations: str | None) -> KVQuantCo
 
 @dataclass
 class Diagnosis:
-    """The answer; what does not apply or is not known is None.
+    """The diagnosis of one model. A field that does not apply or is not known is None.
 
     Attributes:
-        answer: ``served`` or ``refused``; of a family that is served in part, what holds for this model.
+        answer: ``served`` or ``refused``, for this model even if its family is served in part.
         evidence: how it is known that the family is served.
-        why, lift: of a refusal.
-        layers: all; ``quantized_layers`` of them have a cache in our pool.
-        kv_heads: of one GPU.
-        rotations: where they would come from; None for a method without rotation files, or if none are known.
-        rotations_inferred: their folder's name on the hub is inferred, not confirmed.
-        calibrate: the command that makes them, if they are missing.
-        bytes_bf16, bytes_quantized: of a token in all layers, on one GPU.
-        memory: bytes of one GPU for the KV cache, and for windows and recurrent states beside it.
-        tokens_bf16, tokens, requests: that fit into it; requests that can run at once.
-        beside: what else the memory holds: windows or recurrent states.
-        window: tokens of a ``sliding_window`` in its config that SGLang does not apply.
-        flags: that a server needs.
+        why, lift: reason of a refusal, and what would lift it.
+        layers: number of all layers; ``quantized_layers`` of them have their cache in our pool.
+        query_heads, kv_heads: heads on one GPU.
+        rotations: where the rotations would come from; None if the method needs no files, or if none are known.
+        rotations_inferred: the name of the rotations' folder on the hub is inferred, not confirmed.
+        calibrate: the command that makes missing rotations.
+        bytes_bf16, bytes_quantized: bytes of a token in all layers, on one GPU.
+        memory: bytes on one GPU for the KV cache, sliding windows and recurrent states.
+        memory_from: origin of ``memory``, in words.
+        tokens_bf16, tokens, requests: tokens that fit in BF16 and quantized, and requests that can run at once.
+        beside: other content of the memory: sliding windows or recurrent states.
+        window: tokens of the config's ``sliding_window`` if SGLang does not apply it.
+        flags: flags that a server of the model needs.
     """
 
     model: str
@@ -129,12 +130,12 @@ class Diagnosis:
 
     @property
     def command(self) -> str:
-        """Command that serves the model."""
+        """The command that serves the model."""
         return shlex.join(["python", "-m", "sglang.launch_server", "--model-path", self.model, *self.flags])
 
 
 def report(request: Request, show: Callable[[str], None] = print, *, as_json: bool = False) -> int:
-    """Shows the diagnosis, as lines or one JSON object, and returns the exit status: 1 if the model is refused.
+    """Shows the diagnosis, as lines or one JSON object; returns the exit status, 1 if the model is refused.
 
     Raises:
         KVQuantError: SGLang is not installed, the config cannot be read, or a setting is wrong.
@@ -185,13 +186,13 @@ def diagnose(request: Request) -> Diagnosis:
 
 
 def check_served(model: ModelConfig, config: KVQuantConfig, tp: int) -> None:
-    """Refuses a model that a server would refuse, by its config.
+    """Refuses a model if a server would refuse its config.
 
     Args:
-        tp: workers that share the heads.
+        tp: number of workers that share the heads.
 
     Raises:
-        KVQuantError: the first reason.
+        KVQuantError: names the first reason.
     """
     from sglang_kvq.sglang import checks
 
@@ -204,10 +205,10 @@ def check_served(model: ModelConfig, config: KVQuantConfig, tp: int) -> None:
 
 
 def check_layers_agree(model: ModelConfig) -> None:
-    """Refuses a model of which SGLang and the config name different layers of full attention, as a server does.
+    """Refuses a model if SGLang and the config name different layers of full attention, as a server does.
 
     Raises:
-        KVQuantError: names both.
+        KVQuantError: names both sets of layers.
     """
     ours, full = cached_layers(model.hf_config), getattr(model, "full_attention_layer_ids", None)
     if model.is_hybrid_swa and tuple(full or ()) != ours:
@@ -218,7 +219,7 @@ def check_layers_agree(model: ModelConfig) -> None:
 
 
 def read_config(request: Request) -> tuple[ModelConfig, list[str]]:
-    """SGLang's view of the model, and the flags that a server of it needs.
+    """Returns SGLang's config of the model, and the dtype flags that a server of it needs.
 
     Raises:
         KVQuantError: SGLang is not installed or cannot read the config.
@@ -248,7 +249,7 @@ def read_config(request: Request) -> tuple[ModelConfig, list[str]]:
             if model.dtype == torch.bfloat16:
                 return model, []
             return read("bfloat16"), ["--dtype", "bfloat16"]
-        except Exception as error:  # whatever SGLang, transformers and the hub raise for a model that is not there
+        except Exception as error:  # SGLang, transformers and the hub raise many types for a missing model
             if "trust_remote_code" in str(error):
                 raise needs_code(request.model) from None
             text = str(error).strip().partition("\n")[0]
@@ -259,7 +260,7 @@ def read_config(request: Request) -> tuple[ModelConfig, list[str]]:
 
 @contextlib.contextmanager
 def _quietly() -> Iterator[None]:
-    """Without what SGLang and transformers remark on a config or on this machine."""
+    """Silences remarks of SGLang and transformers on a config or on this machine."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -278,10 +279,12 @@ def _refuse(found: Diagnosis, family: Family | None, why: str) -> Diagnosis:
 
 
 def _formats(found: Diagnosis, request: Request, model: ModelConfig) -> tuple[RecordFormat, ...] | None:
-    """Returns the formats of all layers, or None while the rotations that decide them are missing. Notes their origin.
+    """Returns the formats of all layers; None while the rotations that decide them are missing.
+
+    Notes the rotations' origin in ``found``.
 
     Raises:
-        KVQuantError: rotations that were given do not fit.
+        KVQuantError: the given rotations do not fit the model or the method.
     """
     config, rotations = request.config, None
     method = get_method(config.method)
@@ -313,13 +316,13 @@ def _formats(found: Diagnosis, request: Request, model: ModelConfig) -> tuple[Re
 
 
 def _check_place(rotations: str) -> None:
-    """Refuses rotations that are neither here nor, by their name, on the hub."""
+    """Refuses rotations that are no existing folder and whose name cannot be on the hub."""
     if not Path(rotations).exists() and not HubLocation.parse(rotations):
         raise KVQuantError(f"--rotations {rotations}: no such folder; give one, or org/name/folder on the hub.")
 
 
 def _count(found: Diagnosis, request: Request, geometry: KVGeometry, model: ModelConfig) -> None:
-    """Bytes a token, and tokens in the memory."""
+    """Fills in the bytes per token, and the tokens and requests that fit in memory."""
     found.bytes_bf16 = geometry.slot_bytes // PAGE_SIZE
     found.bytes_quantized = geometry.page_bytes / PAGE_SIZE
     if request.memory is not None:
@@ -348,7 +351,7 @@ def _guess_memory(found: Diagnosis, request: Request, model: ModelConfig) -> Non
 
 
 def check_readable(folder: Path) -> None:
-    """Refuses a local model with a file that this user may not read: readers of weights call such a file missing.
+    """Refuses a local model with a file that this user may not read; loaders of weights would report it as missing.
 
     Raises:
         KVQuantError: names the file, its owner and the fix.
@@ -363,7 +366,7 @@ def check_readable(folder: Path) -> None:
 
 
 def weight_bytes(model: ModelConfig) -> int | None:
-    """The size of a model's safetensors, from a folder's files or the hub's index; None if neither tells."""
+    """Returns the bytes of a model's safetensors, from a folder's files or the hub's index; None if unknown."""
     folder = Path(model.model_path)
     if folder.is_dir():
         return sum(path.stat().st_size for path in folder.glob("*.safetensors")) or None
@@ -383,7 +386,7 @@ def weight_bytes(model: ModelConfig) -> int | None:
 
 
 def lines(found: Diagnosis, request: Request) -> Iterator[str]:
-    """The diagnosis in words."""
+    """Yields the diagnosis in words, line by line."""
     names = ", ".join(found.architectures) or "no architecture in its config"
     if found.answer != Answer.SERVED:
         yield f"refused: {found.why}"

@@ -1,4 +1,4 @@
-"""``kvq doctor``: whether ``--kv-quant`` can work in this environment, one line per check."""
+"""``kvq doctor``: checks whether ``--kv-quant`` can work in this environment, and prints one line per check."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ class Failed(Exception):
 
 
 def diagnose() -> Iterator[tuple[str, bool, str]]:
-    """Runs every check: its name, whether it passed, and what was found. Later ones run whatever earlier ones found."""
+    """Runs every check, also after failures; yields its name, whether it passed, and its result in words."""
     for name, check in CHECKS.items():
         try:
             yield name, True, check()
-        except Exception as error:  # whatever breaks in a broken environment is what this command reports
+        except Exception as error:  # this command must report every kind of failure of a broken environment
             known = isinstance(error, (Failed, KVQuantError))
             yield name, False, str(error) if known else f"{type(error).__name__}: {error}"
 
 
 def report(show: Callable[[str], None] = print, *, as_json: bool = False) -> int:
-    """Shows one line per check, or one JSON object of all, and returns the exit status: 1 if any failed."""
+    """Shows one line per check, or one JSON object for all checks; returns the exit status, 1 if any check failed."""
     found = []
     for name, passed, text in diagnose():
         found.append({"check": name, "passed": passed, "found": text})
@@ -59,7 +59,7 @@ def torch_and_gpus() -> str:
     import torch
 
     if not torch.cuda.is_available():
-        # As the server's own tests do: on a machine without a GPU SGLang can only be imported for its CPU engine.
+        # On a machine without a GPU, SGLang can be imported only for its CPU engine. Our server tests set this as well.
         os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
         return f"{torch.__version__}, no CUDA GPU: only tests and the demo run here"
     found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
@@ -72,7 +72,7 @@ def triton() -> str:
 
 
 def our_kernels() -> str:
-    """Every module of ``sglang_kvq.kernels`` is imported; on a GPU every kernel in them is compiled and run."""
+    """Imports every module of ``sglang_kvq.kernels``; on a GPU also compiles and runs their kernels."""
     import torch
 
     from sglang_kvq.sglang.doctor import kernels as kernel_check
@@ -92,9 +92,9 @@ def our_kernels() -> str:
 
 
 def other_kernels() -> str:
-    """Finds SGLang's own module ``triton_kernels``, which a clone's link of that name must not hide."""
+    """Checks that a clone's link ``triton_kernels`` does not hide the module of SGLang's kernels with that name."""
     spec = find_spec("triton_kernels")
-    if spec is None or spec.origin is None:  # no module, or a folder that any package of that name takes precedence of
+    if spec is None or spec.origin is None:  # no module, or a plain folder, over which any package takes precedence
         return "none is installed, so none is hidden"
     ours = Path(next(iter(import_module("sglang_kvq.kernels").__path__))).resolve()
     if Path(spec.origin).resolve().parent == ours:
@@ -131,7 +131,7 @@ def sglang_release() -> str:
 def sglang_symbols() -> str:
     table = hooks.for_release(compat.sglang_version())
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # SGLang's modules tell what this machine lacks, needed or not
+        warnings.simplefilter("ignore")  # SGLang's modules warn of everything that this machine lacks, needed or not
         if (error := _import_error(table)) is not None:
             raise Failed(
                 f"SGLang cannot be imported, so none of {len(table)} could be looked at: {type(error).__name__}: "
@@ -144,7 +144,7 @@ def sglang_symbols() -> str:
 
 
 def _import_error(table: list[hooks.Hook]) -> Exception | None:
-    """Returns what keeps SGLang's modules from being imported and is no symbol of SGLang's that is not there."""
+    """Returns the error that keeps SGLang's modules from being imported; ignores missing symbols of SGLang."""
     for hook in table:
         try:
             hooks.find(hook)
@@ -169,8 +169,8 @@ def shipped_rotations() -> str:
     return f"{', '.join(folder.name for folder in folders)}: undamaged"
 
 
-#: In the order shown, causes before what they cause. ``torch_and_gpus`` comes before SGLang is imported: it chooses the
-#: engine.
+#: The checks in the order shown: causes come before their effects. ``torch_and_gpus`` must run before SGLang is
+#: imported, because it chooses SGLang's engine.
 CHECKS: dict[str, Callable[[], str]] = {
     "sglang-kvq": versions,
     "folders": doctor_host.folders,

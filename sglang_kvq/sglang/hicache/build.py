@@ -1,4 +1,4 @@
-"""Hooks that build the host pool of the two-tier cache, where SGLang builds its own."""
+"""Hooks that build the host pool of the two-tier cache in place of SGLang's."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def build_kv_host_pool(
     pool_label: str = "kv",
     **rest: Any,
 ) -> Any:
-    """AROUND ``hybrid_pool_assembler.build_kv_host_pool``."""
+    """AROUND ``hybrid_pool_assembler.build_kv_host_pool``: builds the host pool of quantized pages."""
     if not isinstance(kv_pool, KVQuantPool):
         return original(
             kv_pool=kv_pool,
@@ -62,18 +62,18 @@ def build_kv_host_pool(
 
 
 def around_packing(original: Original, *args: Any, **kwargs: Any) -> bool:
-    """AROUND ``base_spec_worker._can_pack_hicache_mtp``: layers of NEXTN drafts are no part of our rows.
+    """AROUND ``base_spec_worker._can_pack_hicache_mtp``: False, because our host rows have no room for NEXTN's layers.
 
-    SGLang then keeps them as those of other draft models: in BF16, in a host pool of their own with a place for each of
-    our pages, whose copies go with ours.
+    SGLang then keeps these layers like those of other draft models: in BF16, in a separate host pool with one place per
+    page of ours. It copies both together.
     """
     return False
 
 
 def estimate_bytes(original: Original, params: Any, draft_plan: Any) -> int:
-    """AROUND ``hicache_auto_size._estimate_hicache_bytes``: bytes of as many host pages as the device has pages.
+    """AROUND ``hicache_auto_size._estimate_hicache_bytes``: returns the bytes of one host page per page on the device.
 
-    A draft has a place for each of them. Windows have their own pool.
+    A draft model needs a place for each page as well. Sliding windows have their own pool. Both are included.
     """
     from sglang.srt.mem_cache.hicache_auto_size import _draft_bytes, _pool_bytes
 

@@ -1,4 +1,4 @@
-"""Refusals of what HiCache cannot be combined with under ``--kv-quant``, each with its reason."""
+"""Refuses settings that cannot be combined with HiCache and ``--kv-quant``, each with the reason."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from sglang_kvq.sglang import compat
 from sglang_kvq.sglang.prefix.selection import ENABLED
 from sglang_kvq.sglang.types import ModelConfig, ServerArgs
 
-#: Storage that has been tried with quantized pages. ``dynamic`` is a class of the user's.
+#: Storage back ends that have been tried with quantized pages. ``dynamic`` is a class that the user provides.
 STORAGE = ("file", "mooncake", "nixl", "dynamic")
 
-#: Settings of HiCache: field, values that work, why others do not.
+#: Settings of HiCache: field, values that work, and why others do not.
 _SETTINGS = (
     ("hicache_io_backend", ("kernel",), "pages are copied by kernels, as their width differs by layer; leave it out"),
     ("hicache_mem_layout", ("page_first",), "quantized pages have one layout in host memory; leave it out"),
@@ -25,7 +25,7 @@ _SETTINGS = (
 
 
 def refused_flags(values: Mapping[str, Any]) -> Iterator[str]:
-    """Yields a text for each setting that was typed and cannot be served with HiCache."""
+    """Yields a text for each typed setting that cannot be served with HiCache."""
     if not values.get("enable_hierarchical_cache"):
         return
     release = compat.sglang_version()
@@ -43,7 +43,7 @@ def refused_flags(values: Mapping[str, Any]) -> Iterator[str]:
 
 
 def refused_storage(backend: str) -> Iterator[str]:
-    """Yields a text if pages cannot be stored there."""
+    """Yields a text if quantized pages cannot be kept in this storage back end."""
     if backend not in STORAGE:
         yield (
             f"--hicache-storage-backend {backend}: {_WHY_NOT.get(backend, 'it has not been tried with these pages')}; "
@@ -52,7 +52,10 @@ def refused_storage(backend: str) -> Iterator[str]:
 
 
 def _names_have_namespaces() -> bool:
-    """Tells if names of stored pages depend on a request's namespace, under which chosen pages stand for a history."""
+    """Returns True if this SGLang derives the names of stored pages also from a request's namespace.
+
+    Chosen pages of a history are cached under a namespace of their own, which must not be lost in storage.
+    """
     from sglang.srt.mem_cache import utils
 
     return hasattr(utils, "storage_namespace_seed")
@@ -69,7 +72,7 @@ _WHY_NOT = {
 
 
 def check_resolved(server_args: ServerArgs, config: KVQuantConfig, model: ModelConfig) -> None:
-    """Refuses HiCache with a model or with features of which it would move a part only.
+    """Refuses HiCache with models and features whose state it would move only in part, or with which it was not tried.
 
     Raises:
         KVQuantError: names the flag and the reason.

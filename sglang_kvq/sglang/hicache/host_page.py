@@ -1,13 +1,13 @@
-"""Bytes of a page in host memory, and so in storage: records, the sequence's first token, a checksum.
+"""Layout of a page in host memory and in storage: records, the sequence's first token, a checksum.
 
-A host page is
+A host page has
 
     records      of all layers, see ``cache.host_pages``
     first token  BF16 [layers, 2, kv_heads, D], where the format keeps first tokens
-    flag         1 byte, 1 if the first token is there; it begins 16 bytes
+    flag         1 byte, 1 if the first token is present; padded to 16 bytes
     checksum     the last 8 bytes, written when the page goes to storage
 
-A page begins a sequence if it is the first of a prompt. The host learns from the flag whether a page has its token.
+A page begins a sequence if it is the first page of a prompt. The flag tells the host whether a page has a first token.
 """
 
 from __future__ import annotations
@@ -22,23 +22,24 @@ from sglang_kvq.cache.host_pages import ALIGNED, HostLayout
 from sglang_kvq.cache.pool import PagePool
 from sglang_kvq.cache.tiers import TierManager
 
-#: Counts the layouts of a host page and of the records in it. Storage never mixes two of them.
+#: Version of the layout of a host page and its records. Storage never mixes two versions.
 FORMAT = 1
-#: Host pages are multiples of this, as files and direct I/O want.
+#: Host pages are a multiple of this many bytes, as files and direct I/O require.
 BLOCK = 4096
 _CHECKSUM = 8
 
 
 class HostPage:
-    """Places of a page's parts in a row of host memory.
+    """Offsets of a page's parts in a row of host memory.
 
     Args:
         pool: the pool on the device.
-        first_tokens: whether there is room for a first token.
+        first_tokens: whether a row has room for a first token.
 
     Attributes:
-        layout: the records.
-        token_bytes: bytes of a first token, 0 for none; it begins at ``token_start``, and its flag behind it.
+        layout: layout of the records.
+        token_bytes: bytes of a first token, which begins at ``token_start``; 0 without first tokens.
+        flag_at: offset of the flag, after the first token.
         page_bytes: bytes of a row, a multiple of ``BLOCK``.
     """
 
@@ -57,8 +58,8 @@ class HostPage:
     def gather_tokens(self, tiers: TierManager, pages: torch.Tensor) -> torch.Tensor:
         """Returns first tokens and flags of pages int64 ``[n]``, uint8 ``[n, token_bytes + 16]`` on the device.
 
-        A token comes from the page's BF16 copy, or from where it is kept without one. The flag is 0 for pages that do
-        not begin a sequence and for those whose token is lost.
+        A token is read from the page's BF16 copy, or, without a copy, from the cache of first tokens. The flag is 0 if
+        a page does not begin a sequence or its token is lost.
         """
         pool, cache = tiers.pool, tiers.sink_cache
         if cache is None:
@@ -75,16 +76,16 @@ class HostPage:
         return found
 
     def put_tokens(self, host: torch.Tensor, host_pages: Sequence[int], tokens: torch.Tensor) -> None:
-        """Copies what ``gather_tokens`` found into rows of ``host``, on the current stream; the host does not wait."""
+        """Copies the result of ``gather_tokens`` into rows of ``host`` on the current stream; does not wait."""
         for page, token in zip(host_pages, tokens):
             host[page, self.token_start : self.flag_at + ALIGNED].copy_(token, non_blocking=True)
 
     def clear_flags(self, host: torch.Tensor, host_pages: torch.Tensor) -> None:
-        """Marks rows int64 ``[n]`` of ``host`` as pages without a first token; on the host, at once."""
+        """Marks rows int64 ``[n]`` of ``host`` as pages without a first token. The host itself writes the flags."""
         host[host_pages, self.flag_at] = 0
 
     def has_token(self, host: torch.Tensor, host_page: int) -> bool:
-        """Returns whether a row has a first token; its backup must have ended."""
+        """Returns whether a row has a first token. The row's backup must have finished."""
         return bool(host[host_page, self.flag_at])
 
     def token_of(self, host: torch.Tensor, host_page: int) -> torch.Tensor:
@@ -95,7 +96,7 @@ class HostPage:
     # -- checksums -------------------------------------------------------------------------------------
 
     def checksum(self, host: torch.Tensor, host_page: int, key: str) -> int:
-        """Returns the checksum of a row under its key in storage: 64 bits, of which no two pages should share any."""
+        """Returns the 64-bit checksum of a row and of its key in storage, so that pages under other keys differ."""
         words = host[host_page].numpy().view(np.uint64)[:-1]
         name = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=_CHECKSUM).digest(), "little")
         return int(np.dot(words, self._factors)) ^ name
@@ -105,14 +106,14 @@ class HostPage:
         host[host_page].numpy().view(np.uint64)[-1] = self.checksum(host, host_page, key)
 
     def is_sound(self, host: torch.Tensor, host_page: int, key: str) -> bool:
-        """Returns whether a row is as it was when it was sealed under this key."""
+        """Returns whether a row is unchanged since it was sealed under this key."""
         return int(host[host_page].numpy().view(np.uint64)[-1]) == self.checksum(host, host_page, key)
 
 
 def _factors(count: int) -> np.ndarray:
-    """Returns factors of words, uint64 ``[count]``: fixed, without a pattern (splitmix64), and odd.
+    """Returns the checksum's factors, uint64 ``[count]``: fixed, pseudorandom (splitmix64), and odd.
 
-    As they are odd, no change of a single word leaves the sum as it was.
+    Because each factor is odd, every change of a single word changes the sum.
     """
     x = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

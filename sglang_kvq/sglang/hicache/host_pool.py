@@ -1,4 +1,4 @@
-"""SGLang's view of quantized pages in host memory: a host pool whose bytes only we understand."""
+"""SGLang's view of quantized pages in host memory: a host pool whose bytes only this plugin interprets."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from sglang_kvq.sglang.hicache.host_page import HostPage
 
 
 class KVQuantHostPool(HostKVCache):
-    """One row of bytes per page, whatever the width of a layer's records.
+    """Host pool with one row of bytes per page, which holds the records of all layers.
 
-    SGLang counts it in tokens and names places by tokens; those of a page follow each other.
+    SGLang measures the pool in tokens and indexes it by token; the indices of a page's tokens are consecutive.
 
     Attributes:
-        page: where things are in a row of ``page_bytes``.
+        page: offsets of a page's parts in a row.
         kv_buffer: uint8 ``[pages, page.page_bytes]``, pinned if the cache is on a GPU.
-        places: int64 ``[n]`` on the host, rows of the backup that begins next: SGLang passes them on the device.
-        gathered: first tokens of the backup that begins next, and the rows that they belong to.
-        damaged_pages: pages of storage that were not as they had been written, since the start.
-        remove_stored: removes a page from the attached storage, by its key; None if the storage has no way.
+        places: int64 ``[n]`` on the host, rows of the next backup. SGLang passes them only on the device.
+        gathered: the rows of the next backup's first tokens, and those tokens.
+        damaged_pages: pages read from storage since the start that differed from the pages written.
+        remove_stored: removes a page from the attached storage, by its key; None if the storage cannot remove pages.
     """
 
     kv_buffer: torch.Tensor
@@ -44,8 +44,9 @@ class KVQuantHostPool(HostKVCache):
     ) -> None:
         """
         Args:
-            ratio: of its tokens and those of the pool on the device; ``size`` counts if it is not 0, in 10^9 bytes.
-            tag: what storage adds to the names of pages.
+            ratio: tokens of this pool divided by those of the pool on the device.
+            size: size in 10^9 bytes, which replaces ``ratio`` unless it is 0.
+            tag: text that storage adds to the names of pages.
         """
         self.pool = tiers.pool
         self.page = HostPage(tiers.pool, tiers.sink_cache is not None)
@@ -78,7 +79,7 @@ class KVQuantHostPool(HostKVCache):
         return self.page.page_bytes // PAGE_SIZE
 
     def get_ksize_per_token(self) -> int:
-        """Bytes of the one object per page: Mooncake measures its bandwidth by them."""
+        """Returns the bytes per token of a page's single object, by which Mooncake measures its bandwidth."""
         return self.get_size_per_token()
 
     def init_kv_buffer(self) -> torch.Tensor:
@@ -93,7 +94,7 @@ class KVQuantHostPool(HostKVCache):
         return buffer
 
     def is_stride_page_aligned(self, page_size_bytes: int = 4096) -> bool:
-        """Returns whether storage may read and write rows past the system's cache, where they lie."""
+        """Returns whether storage may read and write rows in place by direct I/O, past the system's page cache."""
         return self.page.page_bytes % page_size_bytes == 0 and self.kv_buffer.data_ptr() % page_size_bytes == 0
 
     # -- between device and host, on SGLang's transfer streams ---------------------------------------------
@@ -101,7 +102,7 @@ class KVQuantHostPool(HostKVCache):
     def prepare_transfer_indices(
         self, host_indices: torch.Tensor, device_indices: torch.Tensor, io_backend: str
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Pages instead of tokens."""
+        """Returns page indices for the token indices on host and device."""
         return pages_of(host_indices), pages_of(device_indices)
 
     def backup_from_device_all_layer(
@@ -113,7 +114,9 @@ class KVQuantHostPool(HostKVCache):
     def backup_from_device_all_layer_physical(
         self, device_pool: Any, host_indices: torch.Tensor, device_indices: torch.Tensor, io_backend: str
     ) -> None:
-        """Indices are of pages here. ``transfers.before_start_writing`` has made their records, and knows their rows.
+        """Copies pages to the host. Indices are page indices.
+
+        ``transfers.before_start_writing`` has made the pages' records and noted their rows in ``places``.
 
         Raises:
             RuntimeError: SGLang copies other pages than it had queued.
@@ -153,7 +156,10 @@ class KVQuantHostPool(HostKVCache):
         *,
         is_draft: bool = False,
     ) -> None:
-        """Indices are of pages here. ``transfers.before_start_loading`` has prepared the pages on the device."""
+        """Loads one layer's records. Indices are page indices.
+
+        ``transfers.before_start_loading`` has prepared the pages on the device.
+        """
         self.page.layout.load_layer(self.pool, layer_id, self.kv_buffer, host_indices, device_indices)
 
     # -- between host and storage, on SGLang's threads -----------------------------------------------------
@@ -174,5 +180,5 @@ class KVQuantHostPool(HostKVCache):
 
 
 def pages_of(indices: torch.Tensor) -> torch.Tensor:
-    """Returns the pages int64 ``[n]`` of token indices of whole pages ``[64 n]``."""
+    """Returns page indices int64 ``[n]`` for the token indices ``[64 n]`` of whole pages."""
     return indices[::PAGE_SIZE].long() // PAGE_SIZE

@@ -1,4 +1,4 @@
-"""Pages in storage: names that no other format shares, and checksums."""
+"""Pages in storage: gives them names that no other format shares, and checksums."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from sglang_kvq.sglang.types import CacheController, Original
 
 
 def format_tag(state: Runtime, first_tokens: bool) -> str:
-    """Returns what distinguishes these pages from all others of a model, whose name alone is in the names of pages.
+    """Returns a tag that distinguishes these pages from all others of the same model.
 
-    SGLang appends it to the model's name. It is the method, for people, and a hash of all that the bytes depend on.
+    SGLang names stored pages by the model alone, and appends this tag. The tag has the method's name, for people, and a
+    hash of everything on which the bytes depend.
     """
     geometry = state.geometry
     parts = (
@@ -37,7 +38,7 @@ def format_tag(state: Runtime, first_tokens: bool) -> str:
 def before_page_set(
     controller: CacheController, hash_values: Sequence[str], host_indices: torch.Tensor, *args: Any, **kwargs: Any
 ) -> None:
-    """BEFORE ``_generic_page_set`` and ``_page_set_zero_copy`` of SGLang's controller: pages get their checksums."""
+    """BEFORE ``_generic_page_set`` and ``_page_set_zero_copy`` of SGLang's controller: writes the pages' checksums."""
     host = controller.storage_host_pool
     if isinstance(host, KVQuantHostPool):
         for key, page in zip(hash_values, pages_of(host_indices).tolist()):
@@ -53,10 +54,10 @@ def around_page_get(
     *args: Any,
     **kwargs: Any,
 ) -> int:
-    """AROUND ``HiCacheController._generic_page_get`` and ``_page_get_zero_copy``.
+    """AROUND ``HiCacheController._generic_page_get`` and ``_page_get_zero_copy``: verifies the pages read from storage.
 
-    Returns how many pages have come, up to the first damaged one. SGLang computes what is missing. A file that is too
-    short raises, also for the pages before it: they are read again, one by one.
+    Returns the number of pages before the first missing or damaged one; SGLang computes the others. A file that is too
+    short raises an error for all pages of the call, so these are then read again one by one.
     """
     host = self.storage_host_pool
     if not isinstance(host, KVQuantHostPool):
@@ -65,7 +66,7 @@ def around_page_get(
     try:
         count = original(self, operation, hash_values, host_indices, *args, **kwargs)
     except OSError as error:
-        if error.errno is not None:  # the system failed, and the page may be sound: SGLang logs it, and it is a miss
+        if error.errno is not None:  # the system failed, so the page may be sound: SGLang logs the error as a miss
             raise
         if len(hash_values) == 1:
             return _damaged(self, hash_values[0], str(error))
@@ -83,9 +84,9 @@ def around_page_get(
 
 
 def _damaged(controller: CacheController, key: str, why: str) -> int:
-    """Counts a damaged page and removes it; returns 0, the number of pages that came with it.
+    """Counts a damaged page and removes it from storage; returns 0, the number of pages to use from it.
 
-    SGLang does not write a page again that storage has.
+    Without removal the damaged page would stay, because SGLang never overwrites a page that storage has.
     """
     host = controller.storage_host_pool
     host.damaged_pages += 1
@@ -96,10 +97,10 @@ def _damaged(controller: CacheController, key: str, why: str) -> int:
 
 
 def before_attach(controller: CacheController, storage_backend: str, *args: Any, **kwargs: Any) -> None:
-    """BEFORE ``HiCacheController.attach_storage_backend``, also by a request to a running server.
+    """BEFORE ``HiCacheController.attach_storage_backend``: refuses unsupported storage, also on a running server.
 
     Raises:
-        ValueError: these pages have not been tried with it.
+        ValueError: the storage has not been tried with these pages.
     """
     from sglang.srt.mem_cache.utils import get_hash_str
 
@@ -110,6 +111,6 @@ def before_attach(controller: CacheController, storage_backend: str, *args: Any,
             raise ValueError(problem)
         if any(entry.name == "swa" for entry in getattr(controller.mem_pool_host, "entries", ())):
             raise ValueError(f"--hicache-storage-backend {storage_backend}: {WINDOWS_STORED}; serve without storage.")
-        # SGLang would compile it at the first look-up, on a thread. A flush gives that thread 10 s to end, and ends the
-        # server if it does not.
+        # SGLang would compile this function at the first look-up, on a thread. A flush gives that thread 10 s to end,
+        # and otherwise ends the server. So the function is compiled now.
         get_hash_str([0] * PAGE_SIZE)

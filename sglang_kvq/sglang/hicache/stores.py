@@ -1,4 +1,4 @@
-"""Back ends of SGLang's storage: a quantized page is one object in each, and a damaged one can be removed."""
+"""Adapts SGLang's storage back ends: each stores a quantized page as one object, and can remove a damaged page."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def after_create(
     """AFTER ``StorageBackendFactory.create_backend``: prepares a new back end for quantized pages."""
     if not isinstance(mem_pool_host, KVQuantHostPool):
         return
-    result = getattr(result, "_backend", result)  # SGLang's tests put one around it that fails now and then
+    result = getattr(result, "_backend", result)  # SGLang's tests wrap it in a back end that fails now and then
     if backend_name == "mooncake":
-        # Both store keys and values of a page as two objects, but the rows of MLA as one. A page of ours is one row of
-        # bytes. Two parts of it could be evicted apart, and come from two computations later.
+        # Mooncake and NIXL store a page's keys and values as two objects, but an MLA page as one. A page of ours is one
+        # row of bytes. As two objects, its parts could be evicted separately, and later come from two computations.
         _set(result, backend_name, is_mla_backend=True, mla_suffix=f"{storage_config.tp_size}_{result.mha_suffix}")
     elif backend_name == "nixl":
         _set(result, backend_name, is_mla_model=True)
@@ -33,10 +33,10 @@ def after_create(
 
 
 def _set(backend: Any, name: str, **values: object) -> None:
-    """Sets attributes that the back end has.
+    """Sets attributes of a back end.
 
     Raises:
-        KVQuantError: it has another one instead, so its names of objects are not known.
+        KVQuantError: the back end lacks the attribute, so it names its objects in an unknown way.
     """
     for attribute, value in values.items():
         if not hasattr(backend, attribute):
@@ -52,7 +52,7 @@ def _remove_file(backend: Any, key: str) -> None:
 
 
 def _remove_object(backend: Any, key: str) -> None:
-    """Removes an object of Mooncake, also while others read it: they find its checksum wrong, too."""
+    """Removes an object of Mooncake, also while others read it: they too find that its checksum is wrong."""
     (tagged,) = backend._tag_keys([key])
     name = f"{tagged}_{backend.mla_suffix}_k"
     if (code := backend.store.remove(name, True)) not in (0, _NO_OBJECT):
@@ -60,7 +60,7 @@ def _remove_object(backend: Any, key: str) -> None:
 
 
 def _remove_nixl(backend: Any, key: str) -> None:
-    """Removes a file of NIXL. An object is overwritten when SGLang computes the page again."""
+    """Removes a file of NIXL. Object storage needs no removal: SGLang overwrites an object that it computes again."""
     if backend.file_manager is None:
         return
     names = backend._get_key_list_from_meta([key]) if backend.is_zero_copy else [backend._get_suffixed_key(key)]

@@ -1,13 +1,13 @@
-"""Work of the tiers before pages move between device and host, on the stream that runs the layers.
+"""Prepares the tiers before pages are copied between device and host, on the stream that runs the layers.
 
-SGLang queues transfers and submits them at two places of the scheduler's loop, which these hooks precede. It then lets
-the stream of the copies wait for the layers' stream. So the order there is: layers of the batch in flight, the work
-here, the next plan. The copies start behind the work:
+SGLang queues transfers and submits them at two places of the scheduler's loop. These hooks run just before. SGLang then
+lets the copy stream wait for the layers' stream. So the layers' stream runs first the batch in flight, then the work
+here, then the next plan. The copies start after the work here:
 
-* Events that the scheduler has recorded are applied: a freed page may be what a load is written to, and a copy of it
-  may still be due.
+* Events that the scheduler has recorded are applied. A load may write to a freed page, and an earlier event may still
+  have to copy that page.
 * A page that exists only in BF16 gets its record before a backup. It keeps its BF16 copy.
-* A page that is loaded counts as quantized from here on. Attention waits for each layer's part of the copy.
+* A page that is to be loaded counts as quantized from now on. Attention waits for each layer's part of the copy.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from sglang_kvq.sglang.types import CacheController
 
 
 def before_start_writing(controller: CacheController) -> None:
-    """BEFORE ``HiCacheController.start_writing``, which copies the pages of its queue to the host."""
+    """BEFORE ``HiCacheController.start_writing``, which copies queued pages to the host: prepares their records."""
     if (host := host_pool_of(controller)) is None:
         return
     queue = _with_pages(controller.write_queue)
@@ -38,7 +38,7 @@ def before_start_writing(controller: CacheController) -> None:
     with _layers_stream(controller, queue):
         tiers.before_backup(torch.cat([pages_of(operation.device_indices) for operation in queue]))
         if host.page.token_bytes:
-            # Only the first page of what one node of the tree holds may begin a sequence.
+            # In a node of the tree only the first page may begin a sequence.
             pages = torch.cat([pages_of(operation.device_indices[:1]) for operation in queue])
             tokens = host.page.gather_tokens(tiers, pages)
             host.gathered = [_first_page(operation) for operation in queue], tokens
@@ -46,13 +46,13 @@ def before_start_writing(controller: CacheController) -> None:
                 tokens.record_stream(controller.l2_transfer_engine.device_to_host_stream)
     host.places = torch.cat([pages_of(operation.host_indices) for operation in queue])
     host.page.clear_flags(host.kv_buffer, host.places)
-    if tiers.pool.device.type == "cuda":  # not all releases let the copies wait for this stream
+    if tiers.pool.device.type == "cuda":  # not all releases make the copy stream wait for the layers' stream
         copies = controller.l2_transfer_engine.device_to_host_stream
         copies.wait_stream(_stream_of_layers(controller))
 
 
 def before_start_loading(controller: CacheController) -> None:
-    """BEFORE ``HiCacheController.start_loading``, which copies the pages of its queue to the device."""
+    """BEFORE ``HiCacheController.start_loading``, which copies queued pages to the device: prepares these pages."""
     if (host := host_pool_of(controller)) is None or not (queue := _with_pages(controller.load_queue)):
         return
     tiers = runtime.live_tiers()
@@ -66,11 +66,11 @@ def before_start_loading(controller: CacheController) -> None:
 def wait_for_loads(controller: CacheController) -> bool:
     """Makes later work on the layers' stream wait for the loads under way.
 
-    The tree gives a page its place on the device when its load is queued. Whoever copies pages of the tree calls this
-    first, or may copy what has not arrived.
+    The tree gives a page its place on the device when the page's load is queued. Call this before copying pages of the
+    tree, which may not have arrived yet.
 
     Returns:
-        False if a load is queued and has not begun: ask again in the scheduler's next round.
+        False if a load is queued and has not begun: call again in the scheduler's next round.
     """
     if host_pool_of(controller) is None:
         return True
@@ -83,10 +83,10 @@ def wait_for_loads(controller: CacheController) -> bool:
 
 
 def _keep_first_tokens(tiers: TierManager, host: KVQuantHostPool, begins: list[Any]) -> None:
-    """Keeps the first tokens of loaded pages that begin a sequence, so that the next plan restores their BF16 pages.
+    """Keeps the first tokens of loaded pages that begin a sequence, so that the next plan can restore their BF16 pages.
 
-    That plan reads the records of these pages, before any layer waits. So they are copied here; SGLang's own copy later
-    writes the same bytes.
+    That plan reads the records of these pages before any layer waits for the load. So the records are copied here;
+    SGLang's own copy later writes the same bytes.
     """
     device = tiers.pool.device
     rows = [_first_page(operation) for operation in begins]
@@ -99,24 +99,24 @@ def _keep_first_tokens(tiers: TierManager, host: KVQuantHostPool, begins: list[A
 
 
 def host_pool_of(controller: CacheController) -> KVQuantHostPool | None:
-    """The host pool of the cache; None if this controller moves another's pages."""
+    """Returns the controller's host pool of quantized pages; None if it copies other pages."""
     anchor = getattr(controller.mem_pool_host, "anchor_entry", None)
     pool = getattr(anchor, "host_pool", controller.mem_pool_host)
     return pool if isinstance(pool, KVQuantHostPool) else None
 
 
 def _with_pages(queue: list[Any]) -> list[Any]:
-    """Operations that move pages of ours: others move only windows."""
+    """Returns the operations that copy pages of our pool; the others copy only sliding windows."""
     return [operation for operation in queue if len(operation.device_indices)]
 
 
 def _first_page(operation: Any) -> int:
-    """The host page of an operation's first page."""
+    """Returns the host page of an operation's first page."""
     return int(pages_of(operation.host_indices[:1]))
 
 
 def _stream_of_layers(controller: CacheController) -> Any:
-    """The stream on which plans and layers run: SGLang uses one of its own only with overlap scheduling."""
+    """Returns the stream on which plans and layers run: a separate one only with overlap scheduling."""
     from sglang.srt.runtime_context import get_schedule
 
     own = controller.load_fence_stream
@@ -125,7 +125,7 @@ def _stream_of_layers(controller: CacheController) -> Any:
 
 @contextmanager
 def _layers_stream(controller: CacheController, queue: list[Any]) -> Iterator[None]:
-    """Work on the layers' stream, behind what the scheduler's has done: the pages in ``queue`` come from there."""
+    """Runs the body on the layers' stream, after the scheduler's stream, which produced the indices in ``queue``."""
     if runtime.live_tiers().pool.device.type != "cuda":
         yield
         return

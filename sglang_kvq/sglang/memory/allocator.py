@@ -1,4 +1,4 @@
-"""SGLang's paged allocator, telling the tier manager which pages came back."""
+"""SGLang's paged allocator, which also tells the tier manager which pages were freed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _RELEASE = compat.sglang_version()
 
 
 class KVQuantAllocator(PagedTokenToKVPoolAllocator):
-    """Page ids exactly as SGLang hands them out; BF16 pages follow in the next forward pass."""
+    """Hands out page ids exactly as SGLang does, and records freed pages. The next plan assigns BF16 pages."""
 
     free_pages: torch.Tensor
 
@@ -36,11 +36,11 @@ class KVQuantAllocator(PagedTokenToKVPoolAllocator):
     if compat.applies(PER_TOKEN_FREES, _RELEASE):
 
         def free(self, free_index: torch.Tensor) -> None:
-            """SGLang finds the pages of these tokens and puts each once at the head of ``free_pages``."""
+            """Frees the pages of these tokens: SGLang puts each page once at the head of ``free_pages``."""
             before = len(self.free_pages)
             super().free(free_index)
-            if freed := len(self.free_pages) - before:  # none while SGLang collects a group
-                # A copy: an event would keep the whole list until the next forward pass.
+            if freed := len(self.free_pages) - before:  # 0 while SGLang collects a group of frees
+                # Cloned, because an event with a view would keep the whole list alive until the next forward pass.
                 runtime.live_tiers().pending.free_pages(self.free_pages[:freed].clone())
 
     else:
@@ -52,7 +52,7 @@ class KVQuantAllocator(PagedTokenToKVPoolAllocator):
 
 
 class OnCpu(PagedTokenToKVPoolAllocator):
-    """For releases (``OLD_TREE``) whose paged allocator knows only Triton kernels: the same in torch."""
+    """Paged allocator in torch, for releases (``OLD_TREE``) whose own has only Triton kernels."""
 
     free_pages: torch.Tensor
 
@@ -91,4 +91,4 @@ class OnCpu(PagedTokenToKVPoolAllocator):
 
 
 class KVQuantCpuAllocator(OnCpu, KVQuantAllocator):
-    """``KVQuantAllocator`` where the release's own knows only Triton kernels."""
+    """``KVQuantAllocator`` on a CPU, for releases whose own paged allocator has only Triton kernels."""

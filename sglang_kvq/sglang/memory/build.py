@@ -1,4 +1,4 @@
-"""The hook that builds this worker's pages and the allocator that hands them out."""
+"""Hook that allocates this worker's records and BF16 pages, and builds the allocator that hands out page ids."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ def build_allocator(
     token_to_kv_pool_allocator: Any,
     **rest: Any,
 ) -> Any:
-    """AROUND ``KVCacheConfigurator._build_token_to_kv_pool_allocator``: both pools are allocated here.
+    """AROUND ``KVCacheConfigurator._build_token_to_kv_pool_allocator``: allocates both tiers, and builds our allocator.
 
-    Where a model has sliding windows, SGLang's allocator hands out pages of two pools; one of its parts becomes ours.
+    If a model has sliding windows, SGLang's allocator hands out pages of two pools; ours then replaces its part for
+    full attention.
     """
     ours = quantized_pool(token_to_kv_pool)
 
@@ -54,7 +55,7 @@ def build_allocator(
     in_torch = torch.device(self.device).type == "cpu" and compat.applies(OLD_TREE, compat.sglang_version())
     common = {"page_size": ours.page_size, "dtype": self.kv_cache_dtype, "device": self.device, "need_sort": False}
     if layout.arena is not None:
-        # Older releases lack what it is made of.
+        # Imported here because older releases lack the classes that it uses.
         from sglang_kvq.sglang.memory.shared import SharedAllocator
 
         tokens = sizes.max_total_num_tokens

@@ -1,10 +1,10 @@
-"""SGLang's KV canary (``--kv-canary``) over our pool: which token and position each slot was last written for.
+"""SGLang's KV canary (``--kv-canary``) for our pool: it notes the token and position last written to each location.
 
-The canary keeps buffers of its own beside a pool. After each batch it notes token, position and a hash of all that came
-before in the slots of ``out_cache_loc``; before and after the next it verifies what ``req_to_token`` leads to. That
-finds a page that was freed, repointed or given out while a request still reads it, and it needs nothing of the cache's
-layout but its number of slots. It can also hash the cached bytes (``--kv-canary-real-data``); ours change when a page
-is quantized, so ``checks`` refuses that.
+The canary has its own buffers. After each batch it notes, for the locations in ``out_cache_loc``, token, position and a
+hash of all tokens before. Before and after the next batch it verifies the locations in ``req_to_token``. This finds a
+page that was freed, repointed or given out while a request still reads it. Of the cache's layout the canary needs only
+the number of locations. It can also hash the cached bytes (``--kv-canary-real-data``). Our bytes change when a page is
+quantized, so ``checks`` refuses that flag.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from sglang_kvq.sglang.types import KVCache
 def attach_kv_quant(
     *, pool: KVCache, device: torch.device, read_bytes: int, kv_token_id_vs_position_offset: int
 ) -> tuple[CanaryBufferGroup, ...]:
-    """The canary's buffers for a ``KVQuantPool``, before and after a batch.
+    """Returns the canary's buffers for a ``KVQuantPool``: one checked before a batch, one after.
 
-    Each is uint8 ``[pages * PAGE_SIZE, 32]``, page 0 included. One half serves keys and values: they share the page and
-    are written together.
+    Each buffer is uint8 ``[pages * PAGE_SIZE, 32]``, page 0 included. One set serves both keys and values, because they
+    share a page and are written together.
 
     Raises:
         KVQuantError: the canary was asked to hash cached bytes.
@@ -49,5 +49,5 @@ def attach_kv_quant(
 
 
 def register(pool_class: type) -> None:
-    """Makes ``attach_kv_quant`` what ``--kv-canary`` uses for this class of pools."""
+    """Registers ``attach_kv_quant`` with ``--kv-canary`` for this class of pools."""
     register_pool_attacher(pool_class, attach_kv_quant)

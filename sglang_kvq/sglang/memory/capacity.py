@@ -1,4 +1,4 @@
-"""Hooks that size the cache: tokens and running requests from the bytes of both pools."""
+"""Hooks that size the cache: they compute tokens and running requests from the available bytes."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ from sglang_kvq.sglang.memory import stages
 from sglang_kvq.sglang.runtime import config_of, logger
 from sglang_kvq.sglang.types import Configurator, ModelConfig, Original
 
-#: Largest share of the cache's memory that SGLang's table of rows may take, and its fewest rows, unless
-#: ``--max-running-requests`` sets them.
+#: Limits of SGLang's table of rows if ``--max-running-requests`` does not size it: the largest share of the cache's
+#: memory that the table may take, and the fewest rows.
 _ROWS_SHARE, _LEAST_ROWS = 1 / 32, 64
 
 
 def compute_cell_size(original: Original, self: Configurator, kvc: Configurator, num_layers: int) -> int:
-    """AROUND ``DefaultPoolConfigurator._compute_cell_size``: bytes of one token, all layers."""
+    """AROUND ``DefaultPoolConfigurator._compute_cell_size``: returns the bytes of one token in all layers."""
     plain: int = original(self, kvc, num_layers)
     config = config_of(kvc.server_args)
     if config is None or kvc.is_draft_worker:
         return plain
-    # SGLang's own figure already knows tensor parallelism: heads per worker follow from it.
+    # SGLang's own figure accounts for tensor parallelism, so the heads per worker follow from it.
     kv_heads = plain // (2 * kvc.model_config.head_dim * num_layers * kvc.kv_cache_dtype.itemsize)
     draft = drafts.draft_page_bytes(kvc)
-    # ``drafts.after_sizes`` adds the draft's to what is returned here.
+    # The bytes returned here leave out the draft model's, which ``drafts.after_sizes`` adds.
     why_not = why_not_shared(kvc, config, draft)
     if why_not is None and config.recent_min is None:
         config = replace(config, recent_min=0)  # windows shrink only while all memory is in use
@@ -58,7 +58,7 @@ def compute_cell_size(original: Original, self: Configurator, kvc: Configurator,
 
 
 def why_not_shared(kvc: Configurator, config: KVQuantConfig, draft_page_bytes: int) -> str | None:
-    """Why records and BF16 pages cannot share this worker's memory (``cache.shared.split``); None if they can."""
+    """Returns why records and BF16 pages cannot share one memory (``cache.shared.split``) here; None if they can."""
     args = kvc.server_args
     if config.bf16_budget is not None:
         return f"--kv-quant-bf16-budget {config.bf16_budget} says how"
@@ -80,7 +80,7 @@ def why_not_shared(kvc: Configurator, config: KVQuantConfig, draft_page_bytes: i
 
 
 def model_formats(config: KVQuantConfig, model: ModelConfig) -> tuple[RecordFormat, ...]:
-    """The page format of each layer that the cache holds."""
+    """Returns the page format of each layer in the cache."""
     rotations = None
     if get_method(config.method).rotation is RotationKind.LEARNED:  # clips and sensitivities come with the rotations
         rotations = resolve_rotations(config, model.model_path, model.hf_config)
@@ -90,14 +90,14 @@ def model_formats(config: KVQuantConfig, model: ModelConfig) -> tuple[RecordForm
 def start_cache(
     kvc: Configurator, config: KVQuantConfig, kv_heads: int, num_layers: int, draft_page_bytes: int = 0
 ) -> runtime.Runtime:
-    """Begins this process's cache.
+    """Starts this process's runtime, with the geometry of its cache.
 
     Args:
-        kv_heads: of this worker.
-        num_layers: of this worker that SGLang counts among those of full attention.
+        kv_heads: KV heads on this worker.
+        num_layers: number of this worker's layers that have full attention, as SGLang counts them.
 
     Raises:
-        SystemExit: the model's config says that there are more or fewer.
+        SystemExit: by the model's config the number of layers is another.
     """
     model = kvc.model_config
     formats = dict(zip(cached_layers(model.hf_config), model_formats(config, model)))
@@ -115,7 +115,7 @@ def start_cache(
 
 
 def calculate_pool_sizes(original: Original, self: Configurator, available_bytes: int, page_size: int) -> Any:
-    """AROUND ``DefaultPoolConfigurator.calculate_pool_sizes``: the BF16 pages' share comes off first."""
+    """AROUND ``DefaultPoolConfigurator.calculate_pool_sizes``: first subtracts the bytes of BF16 pages and staging."""
     state = runtime.current()
     if state is None:
         return original(self, available_bytes, page_size)
@@ -129,26 +129,27 @@ def calculate_pool_sizes(original: Original, self: Configurator, available_bytes
 
 
 def requests_per_worker(configurator: Configurator) -> int | None:
-    """``--max-running-requests`` of each data-parallel worker, among which SGLang divides them; None if not given."""
+    """Returns each data-parallel worker's part of ``--max-running-requests``; None if the flag is not given."""
     given: int | None = configurator.server_args.max_running_requests
     workers: int = (configurator.ps if hasattr(configurator, "ps") else configurator).attn_dp_size
     return None if given is None else max(given // workers, 1)
 
 
 def resolve_max_num_reqs(original: Original, self: Configurator, token_capacity: int) -> int:
-    """AROUND ``KVCacheConfigurator.resolve_max_num_reqs``: as many requests as have windows."""
+    """AROUND ``KVCacheConfigurator.resolve_max_num_reqs``: limits running requests to those whose windows fit."""
     requests: int = original(self, token_capacity)
     state = runtime.current()
     if state is None or config_of(self.server_args) is None:
         return requests
     try:
         layout = _layout(self, state, token_capacity // PAGE_SIZE, requests)
-    except KVQuantError as error:  # here nothing but SystemExit ends the process without SGLang's traceback
+    except KVQuantError as error:  # at this point only SystemExit ends the process without SGLang's traceback
         raise SystemExit(f"sglang-kvq: {error}") from None
     if state.shared is not None:
         rows = requests
         if self.server_args.max_running_requests is None:
-            # A memory that is divided once has few rows. Thousands of a million tokens each would not fit beside this.
+            # In a memory that is divided once, BF16 pages keep the rows few. Here the table could grow too large: it
+            # might have thousands of rows for a million tokens each.
             few = max(int(state.budget_bytes * _ROWS_SHARE) // (4 * self.model_config.context_len), _LEAST_ROWS)
             rows = min(rows, few)
         most, whole = (min(rows, n) for n in (layout.max_requests, layout.whole_windows))
@@ -170,7 +171,7 @@ def resolve_max_num_reqs(original: Original, self: Configurator, token_capacity:
 
 
 def _layout(configurator: Configurator, state: runtime.Runtime, pages: int, requests: int) -> MemoryLayout:
-    """The memory of ``pages`` pages. requests: SGLang's limit of running requests."""
+    """Returns the layout of a memory for ``pages`` pages. requests: SGLang's limit of running requests."""
     args, wanted = configurator.server_args, requests_per_worker(configurator)
     if state.shared is not None:
         return share(state.geometry, state.shared, pages=pages, budget_bytes=state.budget_bytes, wanted=wanted)

@@ -17,11 +17,10 @@ from sglang_kvq.sglang.types import Configurator, Original
 
 
 class KVQuantPool(KVCache):
-    """Two-tier pool. SGLang sees its size and bytes; tokens are written by the attention backend.
+    """Two-tier pool. SGLang sees its size and bytes; the attention backend writes the tokens.
 
-    Its dtype is what records are made of. Where a pool is of bfloat16, SGLang's models write keys and values into its
-    buffers themselves, in one kernel with RoPE (``models.utils.enable_fused_set_kv_buffer``), and attention does not
-    get to see that they are new.
+    Its dtype is uint8, that of records. SGLang's models write keys and values into a bfloat16 pool themselves, in one
+    kernel with RoPE (``models.utils.enable_fused_set_kv_buffer``). Attention would then not learn that they are new.
     """
 
     def __init__(self, size: int, page_size: int, state: runtime.Runtime, device: str) -> None:
@@ -48,35 +47,38 @@ class KVQuantPool(KVCache):
         )
 
     def get_kv_size_bytes(self) -> tuple[int, int]:
-        """In two parts, as SGLang's pools have keys and values: whoever asks adds them up."""
+        """Returns the pool's bytes in two halves, because SGLang's pools have keys and values. Callers add them up."""
         half = self.layout.total_bytes // 2
         return half, self.layout.total_bytes - half
 
     def move_kv_cache(self, tgt_loc: torch.Tensor, src_loc: torch.Tensor) -> None:
-        """Accepted drafts of a tree become a chain: all are in BF16 pages, and no plan runs in between."""
+        """Moves accepted drafts of a tree so that they form a chain.
+
+        All drafts are still in BF16 pages, because no plan has run since they were written.
+        """
         runtime.started().pages.move_tokens(tgt_loc, src_loc)
 
-    # -- between servers: ``disaggregation.handover`` ------------------------------------------
+    # -- transfers between servers (``disaggregation.handover``) -------------------------------
 
     def get_contiguous_buf_infos(self) -> tuple[list[int], list[int], list[int]]:
-        """Pointers, bytes, and bytes of a page, of what SGLang sends page by page."""
+        """Returns pointer, bytes, and bytes per page of each buffer that SGLang sends page by page."""
         return runtime.transfers().buffers()
 
     def request_state_transfer_indices(self, req_pool_idx: int, seq_len: int) -> list[int]:
-        """Where SGLang finds what it sends once per request."""
+        """Returns the staging rows that SGLang sends once per request: those of its window."""
         return runtime.transfers().staged_rows(req_pool_idx, seq_len)
 
     def get_cpu_copy(
         self, indices: torch.Tensor, mamba_indices: object = None, req_pool_index: int | None = None
     ) -> Any:
-        """A retracted request of a decode server, in host memory. Waits for the device."""
+        """Copies a retracted request of a decode server to host memory. Waits for the device."""
         torch.get_device_module(self.device).synchronize()
         return runtime.transfers().save(indices, runtime.live_tiers())
 
     def load_cpu_copy(
         self, kv_cache_cpu: Any, indices: torch.Tensor, mamba_indices: object = None, req_pool_index: int | None = None
     ) -> None:
-        """The same request, back in other pages."""
+        """Copies a retracted request back, into new pages."""
         if req_pool_index is None:
             raise RuntimeError("kv-quant: SGLang restores a request without its row; please report this.")
         runtime.transfers().restore(kv_cache_cpu, indices, req_pool_index)
@@ -90,7 +92,7 @@ class KVQuantPool(KVCache):
 
 
 def quantized_pool(pool: KVCache) -> KVQuantPool | None:
-    """The two-tier pool: ``pool`` itself, or a hybrid model's of full attention in it; None if there is none."""
+    """Returns the two-tier pool: ``pool`` itself, or the full-attention part of a hybrid model's pool; None without."""
     inner = getattr(pool, "full_kv_pool", pool)
     return inner if isinstance(inner, KVQuantPool) else None
 
@@ -103,7 +105,7 @@ def build_mha_kv_pool(
     mha_pool_class: type,
     quant_method: object = None,
 ) -> Any:
-    """AROUND ``KVCacheConfigurator._build_mha_kv_pool``."""
+    """AROUND ``KVCacheConfigurator._build_mha_kv_pool``: builds the two-tier pool."""
     if config_of(self.server_args) is None or self.is_draft_worker:
         return original(
             self, max_total_num_tokens=max_total_num_tokens, mha_pool_class=mha_pool_class, quant_method=quant_method
@@ -112,9 +114,9 @@ def build_mha_kv_pool(
 
 
 def build_hybrid_linear_kv_pool(original: Original, self: Configurator, *, mha_pool_class: type, **rest: Any) -> Any:
-    """AROUND ``KVCacheConfigurator._build_hybrid_linear_kv_pool``: SGLang's pool of a model with recurrent states.
+    """AROUND ``KVCacheConfigurator._build_hybrid_linear_kv_pool``: puts our pool into SGLang's, with recurrent states.
 
-    It holds the states and, made by ``mha_pool_class``, the pool of the layers of full attention.
+    SGLang's pool holds the states, and the pool of the full-attention layers, which it makes by ``mha_pool_class``.
     """
     if config_of(self.server_args) is None or self.is_draft_worker:
         return original(self, mha_pool_class=mha_pool_class, **rest)
@@ -122,10 +124,10 @@ def build_hybrid_linear_kv_pool(original: Original, self: Configurator, *, mha_p
 
 
 def make_pool(configurator: Configurator, tokens: int) -> KVQuantPool:
-    """The two-tier pool of what was sized.
+    """Builds the two-tier pool in the size that was computed before.
 
     Raises:
-        SystemExit: the model runs in another type than windows are kept in.
+        SystemExit: the model does not run in bfloat16, the type of windows.
     """
     for dtype in (configurator.model_config.dtype, configurator.kv_cache_dtype):
         if dtype != torch.bfloat16:
@@ -141,7 +143,7 @@ def make_pool(configurator: Configurator, tokens: int) -> KVQuantPool:
 
 
 def describe_windows(layout: MemoryLayout) -> str:
-    """Returns ``at most 195 running requests``; with fewer whole windows than that, how many have them."""
+    """Returns ``at most 195 running requests``, and how many of them have whole windows, unless all have."""
     most = f"at most {layout.max_requests} running requests"
     if layout.whole_windows == layout.max_requests:
         return most

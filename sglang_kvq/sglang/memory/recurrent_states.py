@@ -1,4 +1,4 @@
-"""Hook that divides a hybrid model's memory between recurrent states and the KV cache, unless the user has."""
+"""Hook that divides a hybrid model's memory between recurrent states and KV cache, unless the user divides it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ GIB = 1 << 30
 
 
 def handle_max_mamba_cache(original: Original, self: Configurator, total_rest_memory: float) -> float:
-    """AROUND ``KVCacheConfigurator._handle_max_mamba_cache``: GiB for both in, GiB for the KV cache out."""
+    """AROUND ``KVCacheConfigurator._handle_max_mamba_cache``: takes GiB for both, returns GiB for the KV cache."""
     config = config_of(self.server_args)
     if config is None or self.is_draft_worker:
         rest: float = original(self, total_rest_memory)
@@ -47,7 +47,7 @@ def handle_max_mamba_cache(original: Original, self: Configurator, total_rest_me
 
 
 def _is_settled(configurator: Configurator) -> bool:
-    """Returns True if the number of states or the ratio was given, or SGLang takes it from another flag."""
+    """Returns True if the user gave the number of states or the ratio, or if SGLang derives it from another flag."""
     args = configurator.server_args
     given = compat.typed(args, "mamba_full_memory_ratio") or args.max_mamba_cache_size is not None
     return bool(given or (args.disable_radix_cache and args.max_running_requests is not None))
@@ -66,12 +66,12 @@ def _choose(configurator: Configurator, config: KVQuantConfig, budget: int) -> S
 
 
 def _drafts(configurator: Configurator) -> int:
-    """States that speculation keeps for a running request: one after each of its drafts."""
+    """Returns how many states speculation keeps for a running request: one after each draft."""
     return int(compat.resolved(configurator.server_args, "speculative_num_draft_tokens") or 0)
 
 
 def _geometry(configurator: Configurator, config: KVQuantConfig) -> KVGeometry:
-    """Anticipates the result of ``capacity``: SGLang has not counted the layers yet."""
+    """Returns the geometry that ``capacity`` will find later: SGLang has not counted the layers yet."""
     from sglang.srt.runtime_context import get_parallel
 
     model = configurator.model_config

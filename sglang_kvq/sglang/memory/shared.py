@@ -1,4 +1,4 @@
-"""Where records and BF16 pages share one memory: which servers do, and the allocator that divides it as they run."""
+"""Allocator of a memory that records and BF16 pages share; it moves the boundary between them as requests run."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from sglang_kvq.sglang.types import ReqToTokenPool
 
 
 class SharedAllocator(KVQuantAllocator):
-    """Page ids as SGLang hands them out, as many as the memory holds beside the BF16 pages of running requests.
+    """Hands out page ids as SGLang does, as many as fit in the memory beside the BF16 pages of running requests.
 
-    SGLang asks it before it admits a request, evicts or retracts. ``available_size`` stays the number of ids that are
-    free, because SGLang's checks for leaks add it up.
+    SGLang asks it before it admits a request, evicts pages or retracts a request. ``available_size`` is still the
+    number of free ids, because SGLang's leak checks add it up.
     """
 
-    #: SGLang's prefix cache, once it has admitted a request.
+    #: SGLang's prefix cache; None until SGLang asks for the first prefill budget.
     tree: Any
 
     def __init__(self, *args: Any, layout: MemoryLayout, rows: ReqToTokenPool, **more: Any) -> None:
@@ -45,22 +45,22 @@ class SharedAllocator(KVQuantAllocator):
         return int(self.rows.size - self.rows.available_size())
 
     def room(self) -> int:
-        """Returns how many more pages fit beside the running requests, whose windows may shrink."""
+        """Returns how many more pages fit if the windows of running requests shrink as far as they can."""
         return self.split.room(self.running) - self.used
 
     def admits_another(self) -> bool:
-        """Tells if the window of another request fits beside the pages in use, if all cached ones give way."""
+        """Returns True if another request's window fits once all evictable cached pages are gone."""
         cached = 0 if self.tree is None else self.tree.evictable_size() // self.page_size
         return bool(self.split.room(self.running + 1) >= self.used - cached)
 
-    # -- what SGLang asks ------------------------------------------------------------------------
+    # -- questions of SGLang's scheduler ---------------------------------------------------------
 
     def create_prefill_budget(self, tree_cache: Any, *, num_mixed_decode_tokens: int = 0) -> PrefillBudget:
         self.tree = tree_cache
         return SharedBudget(self, tree_cache, num_mixed_decode_tokens=num_mixed_decode_tokens)
 
     def evict_to_free_tokens(self, tree_cache: Any, num_tokens: int) -> bool | None:
-        """Windows stay whole as long as cached prefixes can give way."""
+        """Evicts cached prefixes, as far as there are any, so that the tokens fit beside whole windows."""
         if tree_cache is None or not tree_cache.supports_prefix_sharing():
             return None
         pages = self.used + math.ceil(num_tokens / self.page_size)
@@ -105,7 +105,7 @@ class SharedAllocator(KVQuantAllocator):
         return self._hand_out(pages, lambda: give(seq_lens, seq_lens_cpu, last_loc))
 
     def _divide(self, more: int) -> bool:
-        """Moves the boundary for so many more pages; False if they do not fit beside the running requests."""
+        """Moves the boundary for ``more`` pages; returns False if they do not fit beside the running requests."""
         before = self.split.first_slot
         fits = self.split.fit(self.used + more, self.running)
         if self.split.first_slot != before:
@@ -113,20 +113,23 @@ class SharedAllocator(KVQuantAllocator):
         return fits
 
     def _hand_out(self, pages: int, give: Callable[[], torch.Tensor | None]) -> torch.Tensor | None:
-        """Returns locations in so many new pages, by ``give``, and records their ids; None if they do not fit."""
+        """Returns the locations that ``give`` takes in ``pages`` new pages; None if the pages do not fit.
+
+        Records the ids of the new pages as an event.
+        """
         if not self._divide(pages):
             return None
         before = self.free_pages
         locations = give()
-        if locations is not None:  # ids leave the head of the list
+        if locations is not None:  # the new ids were at the head of the list
             runtime.live_tiers().pending.allocate_pages(before[: len(before) - len(self.free_pages)].clone())
         return locations
 
 
 class SharedBudget(PrefillBudget):
-    """Limits of one prefill batch: page ids, and the memory of its pages and of its new requests' windows.
+    """Limits of one prefill batch: free page ids, and memory for its pages and for its new requests' windows.
 
-    SGLang counts tokens. A window counts as the tokens whose records take the same memory.
+    SGLang counts in tokens. So a window counts as the number of tokens whose records take the same memory.
     """
 
     allocator: SharedAllocator
@@ -135,10 +138,10 @@ class SharedBudget(PrefillBudget):
         super().__init__(allocator, tree_cache, num_mixed_decode_tokens=num_mixed_decode_tokens)
         arena, least = allocator.split.arena, allocator.split.windows.least
         self.window = math.ceil(least * arena.slot_bytes / arena.page_bytes) * int(self.page_size)
-        self.windows = 0  # of the requests that the batch has so far
+        self.windows = 0  # tokens that stand for the windows of the batch's requests so far
 
     def _in_memory(self) -> int:
-        """Tokens whose pages fit beside the windows of running requests and of this batch's."""
+        """Returns the number of tokens that fit beside the windows of running requests and of this batch's requests."""
         return int(self.allocator.room() * self.page_size + self.tree_cache.evictable_size() - self.windows)
 
     @property
@@ -150,12 +153,12 @@ class SharedBudget(PrefillBudget):
         return float(min(super().remaining_current, self._in_memory() - self.current_offset))
 
     def check_prefill(self, *, total_tokens: int, chunk_limit: int | None, **more: Any) -> tuple[bool, int | None]:
-        """``more``: what SGLang says of other pools."""
+        """Returns whether a request fits, and its chunk limit. more: SGLang's arguments for other pools, not needed."""
         fits = total_tokens + self.window < self._in_memory() - self.total_offset
         return (True, chunk_limit) if fits and total_tokens < super().remaining_total else (False, None)
 
     def can_allocate_prefill(self, *, paged_input: int, **more: Any) -> bool:
-        """``more``: what SGLang says of other pools."""
+        """Returns whether a prefill's pages fit. more: SGLang's arguments for other pools, not needed."""
         offset = max(self.total_offset, self.current_offset)
         fits = paged_input + self.window <= self._in_memory() - offset
         return bool(fits and paged_input <= min(super().remaining_current, super().remaining_total))

@@ -1,7 +1,7 @@
-"""Pipeline stages: one layout for all, and what is refused beside them.
+"""Pipeline stages: gives all stages the same limits, and refuses settings that do not work with ``--pp-size``.
 
-Every stage runs a scheduler of its own, on the same requests. All must take the same decisions, so all must count the
-same pages and admit the same number of requests. Stages differ in layers, and so in bytes of a page.
+Every stage runs its own scheduler on the same requests. All schedulers must take the same decisions, so they must count
+the same pages and admit the same number of requests. Stages have different layers, so their pages differ in bytes.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def stages_of(server_args: ServerArgs) -> int:
 
 
 def refused_flags(values: Mapping[str, Any]) -> list[str]:
-    """Returns what is wrong with the settings that the user typed, each with the fix."""
+    """Returns the problems of the settings that the user typed, each with the fix."""
     stages = values.get("pp_size")
     if stages in (None, 1):
         return []
@@ -48,7 +48,7 @@ def refused_flags(values: Mapping[str, Any]) -> list[str]:
 
 
 def refused_settings(server_args: ServerArgs, config: KVQuantConfig, model: ModelConfig) -> list[str]:
-    """Returns what is wrong with the settings as SGLang decided them, with the config's, and with the model."""
+    """Returns the problems of the settings as SGLang decided them, of the config, and of the model."""
     stages = stages_of(server_args)
     if stages == 1:
         return []
@@ -71,9 +71,9 @@ def refused_settings(server_args: ServerArgs, config: KVQuantConfig, model: Mode
 
 
 def agree(layout: MemoryLayout, server_args: ServerArgs) -> MemoryLayout:
-    """Returns the layout with which all stages serve: the smallest numbers of requests.
+    """Returns the layout with the numbers of requests that all stages can serve, the smallest of any stage.
 
-    Call it on every worker, and as often on each: it waits for the others.
+    Every worker must call this equally often, because each call waits for all workers.
 
     Raises:
         SystemExit: SGLang gave the stages different numbers of pages.
@@ -92,7 +92,7 @@ def agree(layout: MemoryLayout, server_args: ServerArgs) -> MemoryLayout:
 
 
 def least_of_all(numbers: list[int]) -> list[int]:
-    """Returns the smallest of each number over all workers of this copy of the model."""
+    """Returns, for each position of the list, the smallest number among all workers of this copy of the model."""
     from sglang.srt.distributed.parallel_state import get_world_group
 
     found = torch.tensor(numbers, dtype=torch.int64)

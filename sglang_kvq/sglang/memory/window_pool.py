@@ -1,4 +1,4 @@
-"""SGLang's pool of a model with sliding windows, around ours: the layers with windows stay SGLang's own."""
+"""Puts our pool into SGLang's pool of a model with sliding windows; SGLang still keeps the layers with windows."""
 
 from __future__ import annotations
 
@@ -12,17 +12,19 @@ from sglang_kvq.sglang.types import Configurator, KVCache, Original
 
 
 def build_hybrid_swa_kv_pool(original: Original, self: Configurator, *, mha_pool_class: type, **rest: Any) -> Any:
-    """AROUND ``KVCacheConfigurator._build_hybrid_swa_kv_pool``: SGLang makes both of its pools by ``mha_pool_class``.
+    """AROUND ``KVCacheConfigurator._build_hybrid_swa_kv_pool``: replaces the pool of the layers that see all tokens.
+
+    SGLang builds that pool and the one of the layers with windows by ``mha_pool_class``.
 
     Raises:
-        SystemExit: they are not where they belong.
+        SystemExit: SGLang put the two pools elsewhere than expected.
     """
     if config_of(self.server_args) is None or self.is_draft_worker:
         return original(self, mha_pool_class=mha_pool_class, **rest)
     made: list[KVCache] = []
 
     def make(*, size: int, allocation_label: str | None = None, **more: Any) -> KVCache:
-        # The older releases make that of the windows first, the newer ones say which it is.
+        # Older releases build the windows' pool first; newer ones name the pool by a label.
         old = compat.applies(OLD_TREE, compat.sglang_version())
         is_full = len(made) == 1 if old else allocation_label == "Full"
         if not old:

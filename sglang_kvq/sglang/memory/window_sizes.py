@@ -1,9 +1,9 @@
 """Hooks that size both pools of a model with sliding windows: ours, and SGLang's own for the layers with windows.
 
-SGLang ties the second to the first by a ratio, 0.8 unless ``--swa-full-tokens-ratio`` says otherwise. Beside quantized
-layers that would be most of the memory, for tokens that no window reaches any more. So unless the user set it, the
-ratio follows from what is needed: the windows of as many requests as may run, and those at the ends of cached prefixes,
-without which these could not be continued.
+SGLang sizes the second pool as a share of the first: 0.8, unless ``--swa-full-tokens-ratio`` says otherwise. With
+quantized layers the second pool would then take most of the memory, for tokens that no window reaches any more. So
+unless the user sets the ratio, it follows from the need: a window for each request that may run, and one at the end of
+each cached prefix, without which no request could continue the prefix.
 """
 
 from __future__ import annotations
@@ -22,7 +22,11 @@ from sglang_kvq.sglang.types import Configurator, Original, ServerArgs
 
 
 def around_init(original: Original, self: Configurator, kvc: Configurator) -> None:
-    """AROUND ``HybridSWAPoolConfigurator.__init__``: begins this process's cache, of the layers that see all tokens."""
+    """AROUND ``HybridSWAPoolConfigurator.__init__``: starts this process's runtime for the layers that see all tokens.
+
+    Raises:
+        SystemExit: SGLang and the model's config name different layers of full attention.
+    """
     original(self, kvc)
     config = config_of(kvc.server_args)
     if config is None or kvc.is_draft_worker or self._full_layers_num == 0:
@@ -48,13 +52,16 @@ def around_init(original: Original, self: Configurator, kvc: Configurator) -> No
 
 
 def layer_ids(kvc: Configurator) -> tuple[list[int], list[int]]:
-    """The model's numbers of this worker's layers: those that see all tokens, and those with windows."""
+    """Returns the ids of this worker's layers: those that see all tokens, and those with windows."""
     holder = kvc.model_config if compat.applies(OLD_TREE, compat.sglang_version()) else kvc.layer_info
     return list(holder.full_attention_layer_ids), list(holder.swa_attention_layer_ids)
 
 
 def given_ratio(server_args: ServerArgs) -> float | None:
-    """``--swa-full-tokens-ratio`` if the user set it; where SGLang cannot tell, if it is not SGLang's own."""
+    """Returns ``--swa-full-tokens-ratio`` if the user set it, else None.
+
+    If SGLang does not record who set the ratio, any value except SGLang's default counts as set by the user.
+    """
     ratio = float(compat.resolved(server_args, "swa_full_tokens_ratio"))
     set_by_user = compat.resolved(server_args, "_swa_full_tokens_ratio_explicitly_set")
     if set_by_user is None:
@@ -78,26 +85,32 @@ def _need(server_args: ServerArgs, window: int) -> WindowNeed:
 
 
 def _workers() -> int:
-    """Data-parallel workers that share ``--max-running-requests``."""
+    """Returns the number of data-parallel workers that share ``--max-running-requests``."""
     from sglang.srt.runtime_context import get_parallel
 
     return max(1, int(get_parallel().attn_dp_size))
 
 
 def without_cap(original: Original, kvc: Configurator) -> bool:
-    """AROUND ``is_applicable`` of SGLang's other configurator of such models: with ours, sizes follow from need."""
+    """AROUND ``is_applicable`` of SGLang's other configurator of such models: False with ``--kv-quant``.
+
+    The hooks here then size the pools by need.
+    """
     return config_of(kvc.server_args) is None and original(kvc)
 
 
 def calculate_pool_sizes(original: Original, self: Configurator, available_bytes: int, page_size: int) -> Any:
-    """AROUND ``HybridSWAPoolConfigurator.calculate_pool_sizes``: windows as needed, then BF16 pages, then records."""
+    """AROUND ``HybridSWAPoolConfigurator.calculate_pool_sizes``: divides memory among windows, BF16 pages and records.
+
+    Windows get what they need, and BF16 pages their share of the rest.
+    """
     state = runtime.current()
     if state is None or state.windows is None:
         return original(self, available_bytes, page_size)
     config, geometry, windows = state.config, state.geometry, state.windows
     window_bytes = self._swa_per_token * self._swa_layers_num
     plain_bytes = self._full_per_token * self._full_layers_num
-    # A draft model's layers, which SGLang prices like the target's.
+    # SGLang prices a draft model's layers like the target's.
     draft_bytes = geometry.draft_page_bytes // PAGE_SIZE
     split, requests = share_windows(
         config,
@@ -142,7 +155,10 @@ def calculate_pool_sizes(original: Original, self: Configurator, available_bytes
 def calculate_pool_sizes_from_max_tokens(
     original: Original, self: Configurator, max_total_num_tokens: int, page_size: int
 ) -> Any:
-    """AROUND ``HybridSWAPoolConfigurator.calculate_pool_sizes_from_max_tokens``: windows need no fewer tokens then."""
+    """AROUND ``HybridSWAPoolConfigurator.calculate_pool_sizes_from_max_tokens``: keeps the windows' tokens.
+
+    ``--max-total-tokens`` makes the cache smaller, but the windows need as many tokens as before.
+    """
     state = runtime.current()
     if state is not None and state.windows is not None and state.windows.given_ratio is None:
         windows = state.windows

@@ -1,8 +1,9 @@
-"""Requests over episodes, in the scheduler: a prefix that must be there, positions behind it, blocks that are folded.
+"""Requests that read or build episodes, in the scheduler.
 
-A request that goes on behind an episode says so in ``custom_params`` (``sessions.messages``): if the episode is not
-cached whole it ends with an error, since the tokens that stand for it mean nothing, and the router builds it again. One
-that ends as a fold (``sessions.messages``) is scored while its patched prompt runs.
+A request that continues an episode says so in ``custom_params`` (``sessions.messages``). Its first tokens stand for the
+episode and mean nothing themselves. So if the episode is not cached whole, the request ends with an error, and the
+router builds the episode again. A request that ends as a fold (``sessions.messages``) scores its past tokens while its
+patched prompt runs.
 """
 
 from __future__ import annotations
@@ -20,29 +21,29 @@ from sglang_kvq.sglang.attention import scoring
 from sglang_kvq.sglang.prefix import folding, tree_keys
 from sglang_kvq.sglang.types import Original, PrefixCache, Req
 
-#: On a request: its prefix, once decoded.
+#: Attribute of a request that holds its prefix, once decoded.
 _ATTRIBUTE = "_kvq_prefix"
 
 
 def serve() -> None:
-    """From now on requests may go on behind episodes and end as folds; called once, when this worker starts.
+    """Allows requests to continue episodes and to end as folds. Call it once, when this worker starts.
 
     Raises:
-        KVQuantError: as ``folding.serve``.
+        KVQuantError: as in ``folding.serve``.
     """
     folding.serve(_chosen_tokens)
 
 
 def prefix_of(req: Req) -> FoldedPrefix | None:
-    """The episode that a request goes on behind; None for most.
+    """Returns the episode that a request continues; None for most requests.
 
     Raises:
-        KVQuantError: it cannot be read, or this server serves no episodes.
+        KVQuantError: the message cannot be read, or this server serves no episodes.
     """
     if hasattr(req, _ATTRIBUTE):
         known: FoldedPrefix | None = getattr(req, _ATTRIBUTE)
         return known
-    setattr(req, _ATTRIBUTE, None)  # unless it is found to be right
+    setattr(req, _ATTRIBUTE, None)  # stays None if an error is raised below
     params = getattr(req.sampling_params, "custom_params", None)
     text = params.get(PREFIX) if isinstance(params, dict) else None
     if text is None:
@@ -56,15 +57,15 @@ def prefix_of(req: Req) -> FoldedPrefix | None:
 
 
 def forget_prefix(req: Req) -> None:
-    """A request that ends with an error goes on behind no episode."""
+    """Removes the episode from a request that ends with an error."""
     setattr(req, _ATTRIBUTE, None)
 
 
 def prepare(tree: PrefixCache, req: Req) -> None:
-    """Right before SGLang matches a waiting request against its tree.
+    """Checks a waiting request's episode and starts its scoring, right before SGLang matches the request in its tree.
 
     Raises:
-        KVQuantError: its episode is not there, or what it says of itself cannot be read.
+        KVQuantError: the episode is not cached, or the request's messages cannot be read.
     """
     fold, prefix = folding.fold_of(req), prefix_of(req)
     if prefix is not None:
@@ -76,11 +77,11 @@ def prepare(tree: PrefixCache, req: Req) -> None:
             raise KVQuantError(f"{prefix.tokens - found} of {prefix.tokens} tokens of the episode are {GONE}.")
     if fold is not None and req.rid not in runtime.started().scores:
         scoring.collect(req.rid, fold.length)
-        weakref.finalize(req, scoring.forget, req.rid)  # also of requests that end before they ran
+        weakref.finalize(req, scoring.forget, req.rid)  # also covers requests that end before they ran
 
 
 def _chosen_tokens(req: Req, fold: Fold) -> torch.Tensor | None:
-    """``folding.ChosenTokens``: of highest score, each KV head its own."""
+    """Returns each KV head's tokens of highest score, as ``folding.ChosenTokens``; None if there are no scores."""
     scores = runtime.started().scores.get(req.rid)
     if scores is None:
         return None
@@ -90,7 +91,7 @@ def _chosen_tokens(req: Req, fold: Fold) -> torch.Tensor | None:
 
 
 def around_longest_match(original: Original, self: Req, input_len: int) -> int:
-    """AROUND ``Req._compute_max_prefix_len``: the queries of a patched prompt are computed, cached or not."""
+    """AROUND ``Req._compute_max_prefix_len``: computes a patched prompt even if it is cached: its queries score."""
     longest: int = original(self, input_len)
     fold: Fold | None = getattr(self, folding.ATTRIBUTE, None)
     return longest if fold is None else min(longest, fold.length)

@@ -1,11 +1,13 @@
-"""Requests that end as a fold: chosen ones of their tokens become a prefix of their own in the tree.
+"""Requests that end as a fold: a choice of their tokens becomes a separate prefix in the tree.
 
-A request says so in ``custom_params`` (``sessions.messages``). When it has finished, before SGLang takes back its
-pages, pages for the chosen tokens are allocated, an event says what goes into them (``cache.pending.FoldedPages``), and
-they enter the tree under the new name: an ordinary prefix from then on, evicted and counted like any other. The
-request's own pages are freed; what of them is not in the tree yet does not enter it.
+A request asks for a fold in ``custom_params`` (``sessions.messages``). When it has finished, before SGLang frees its
+pages, new pages are allocated for the chosen tokens. An event says which tokens go there
+(``cache.pending.FoldedPages``). The new pages enter the tree under the fold's name, as an ordinary prefix: they are
+evicted and counted like any other. The request's own pages are freed, and those that the tree does not have yet do not
+enter it.
 
-A request that is retracted or aborted folds nothing. Without room it ends with status 503: send it again.
+A request that is retracted or aborted folds nothing. If there is no room for a fold, the request ends with status 503,
+and the router sends it again.
 """
 
 from __future__ import annotations
@@ -27,25 +29,25 @@ from sglang_kvq.sglang import compat, runtime
 from sglang_kvq.sglang.prefix import tree_keys
 from sglang_kvq.sglang.types import Original, PrefixCache, Req
 
-#: Chooses the tokens of a finished request that each layer and KV head of this worker keeps: int64 ``[layers, kv_heads,
-#: kept]`` on the pool's device, indices below ``Fold.length``. The sinks' are first and in order. None if the request
-#: was never scored. Ascending ones are moved fastest.
+#: Chooses the tokens of a finished request that each layer and KV head of this worker keeps. Returns int64 ``[layers,
+#: kv_heads, kept]`` on the pool's device: indices below ``Fold.length``, those of sinks first and in order. Ascending
+#: indices are moved fastest. Returns None if the request was never scored.
 ChosenTokens: TypeAlias = Callable[[Req, Fold], torch.Tensor | None]
 
-#: On a request: its fold, once decoded.
+#: Attribute of a request that holds its fold, once decoded.
 ATTRIBUTE = "_kvq_fold"
 _OLD = compat.applies(OLD_TREE, compat.sglang_version())
-#: Argument that says if a request's tokens enter the tree when it gives back its memory.
+#: Argument of SGLang's function that says whether a request's tokens enter the tree when its memory is freed.
 _ENTERS = "is_insert" if _OLD else "checkpoint"
 
 
 def serve(chosen: ChosenTokens) -> None:
-    """From now on requests may end as folds; called once, when this worker starts and its tiers exist.
+    """Allows requests to end as folds. Call it once, when this worker starts and its tiers exist.
 
-    Only where clients cannot set ``custom_params`` themselves: a fold takes any name.
+    Call it only if clients cannot set ``custom_params`` themselves, because a fold may take any name.
 
     Raises:
-        KVQuantError: with this method tokens cannot be moved.
+        KVQuantError: tokens cannot be moved with this method.
     """
     state = runtime.started()
     check_moves(state.config.method, state.geometry.formats)
@@ -57,12 +59,12 @@ def fold_of(req: Req) -> Fold | None:
     """Returns the request's fold; None for most requests, and for refused ones.
 
     Raises:
-        KVQuantError: it cannot be read, or not be done here.
+        KVQuantError: the message cannot be read, or this request cannot fold.
     """
     if hasattr(req, ATTRIBUTE):
         known: Fold | None = getattr(req, ATTRIBUTE)
         return known
-    setattr(req, ATTRIBUTE, None)  # unless it is found to be right
+    setattr(req, ATTRIBUTE, None)  # stays None if an error is raised below
     params = getattr(req.sampling_params, "custom_params", None)
     text = params.get(FOLD) if isinstance(params, dict) else None
     if text is None:
@@ -82,7 +84,7 @@ def fold_of(req: Req) -> Fold | None:
 
 
 def around_release(original: Original, req: Req, tree_cache: PrefixCache, *args: Any, **kwargs: Any) -> Any:
-    """AROUND ``release_kv_cache``: a request gives back its row and pages, finished or not."""
+    """AROUND ``release_kv_cache``, which frees a request's row and pages, finished or not: folds a finished request."""
     fold = getattr(req, ATTRIBUTE, None)
     if fold is None or runtime.tiers() is None or tree_cache.disable:
         return original(req, tree_cache, *args, **kwargs)
@@ -96,15 +98,15 @@ def around_release(original: Original, req: Req, tree_cache: PrefixCache, *args:
 
 
 def _fold(tree: PrefixCache, req: Req, fold: Fold) -> str | None:
-    """Records the event and puts its pages into the tree; otherwise returns what is in the way now.
+    """Records the fold's event and inserts its pages into the tree; returns why not, if it cannot now.
 
     Raises:
-        KVQuantError: no tokens were chosen for this request, or not those of one.
+        KVQuantError: no tokens were chosen for this request, or they have a wrong shape or dtype.
     """
     key = tree_keys.key(req, array("q", req.origin_input_ids[: fold.kept]), fold.name)
     there = len(tree_keys.match(tree, key)[0])
     if there >= fold.kept:
-        return None  # another request has done the same
+        return None  # another request has already made this fold
     if there:
         return f"{there} of {fold.kept} tokens of the fold are cached already, perhaps chosen differently"
     state, tiers = runtime.started(), runtime.live_tiers()
@@ -137,7 +139,7 @@ def _aborted(req: Req) -> bool:
 
 
 def _end_with(req: Req, problem: str, status: HTTPStatus) -> None:
-    """The request, finished but not answered yet, ends with an error instead."""
+    """Makes a finished request, whose answer is not sent yet, end with an error."""
     from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
     req.finished_reason = FINISH_ABORT(f"sglang-kvq: {problem}", status, status.name)
@@ -145,7 +147,7 @@ def _end_with(req: Req, problem: str, status: HTTPStatus) -> None:
 
 @contextmanager
 def _frees_at_once(allocator: Any) -> Iterator[Any]:
-    """SGLang collects frees while it processes a batch: those so far, and what is evicted here, are done now."""
+    """Makes frees take effect immediately: those in the body, and those that SGLang has collected in this batch."""
     collects = not allocator.is_not_in_free_group if _OLD else allocator.free_group is not None
     if collects:
         allocator.free_group_end()

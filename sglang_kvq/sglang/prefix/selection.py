@@ -1,9 +1,10 @@
-"""Requests that begin with chosen pages of another prefix: copied before the scheduler looks for what is cached.
+"""Requests that begin with chosen pages of another prefix, which are copied before the scheduler matches the request.
 
-A request says so in ``custom_params`` (``sessions.messages``). Its first tokens stand for the pages and are never
-computed: right before SGLang matches the request against its tree, the copies are put there under the request's own
-namespace. So they are an ordinary prefix, evicted and counted like any other; after a retraction they are made again.
-A request whose copies are not all there is not admitted (``around_add``): it waits, or ends if they can never fit.
+A request names the pages in ``custom_params`` (``sessions.messages``). Its first tokens stand for the pages and are
+never computed. Right before SGLang matches the request against its tree, copies of the pages are inserted there, under
+the request's own namespace. So the copies are an ordinary prefix: they are evicted and counted like any other, and
+after a retraction they are made again. A request is not admitted before all its copies are in the tree
+(``around_add``): it waits, or ends if they can never fit.
 """
 
 from __future__ import annotations
@@ -23,24 +24,24 @@ from sglang_kvq.sglang import runtime
 from sglang_kvq.sglang.prefix import episodes, tree_keys
 from sglang_kvq.sglang.types import ForwardBatch, Original, PrefillAdder, PrefixCache, Req
 
-#: Set to 1 in tests of this file alone: without the router of ``sessions``, which knows whose a prefix is, whoever can
-#: reach the server may then read every prefix in its cache.
+#: Environment variable that only tests of this file set to 1. Without the session router, which knows the owner of each
+#: prefix, every client of the server could then read every prefix in its cache.
 ENABLED = "KVQ_PAGE_SELECTION"
-#: On a request: its selection, once decoded.
+#: Attribute of a request that holds its selection, once decoded.
 _ATTRIBUTE = "_kvq_selection"
 
 
 def enabled() -> bool:
-    """Returns True if requests may choose pages: with ``--episodic-policy``, whose router refuses it from clients."""
+    """Returns True if requests may choose pages: with ``--episodic-policy``, whose router lets no client choose."""
     state = runtime.current()
     return (state is not None and state.config.episodic is not None) or os.environ.get(ENABLED) == "1"
 
 
 def selection_of(req: Req) -> Selection | None:
-    """The request's selection; None for the others, and for those that were aborted.
+    """Returns the request's selection; None for requests without one and for aborted requests.
 
     Raises:
-        KVQuantError: it has one that cannot be read.
+        KVQuantError: the selection cannot be read, or this server accepts none.
     """
     if hasattr(req, _ATTRIBUTE):
         known: Selection | None = getattr(req, _ATTRIBUTE)
@@ -57,7 +58,7 @@ def selection_of(req: Req) -> Selection | None:
 def around_next_round(
     original: Original, self: Req, tree_cache: PrefixCache | None = None, *args: Any, **kwargs: Any
 ) -> Any:
-    """AROUND ``Req.init_next_round_input``, which matches a waiting request against the tree."""
+    """AROUND ``Req.init_next_round_input``, which matches a waiting request in the tree: copies its pages first."""
     if runtime.tiers() is None or tree_cache is None:
         return original(self, tree_cache, *args, **kwargs)
     there = False
@@ -69,45 +70,45 @@ def around_next_round(
         _end(self, error)
     result = original(self, tree_cache, *args, **kwargs)
     found, needed = tree_keys.prefix_len(self), stand_ins(self)
-    if there and found < needed:  # it would wait forever
+    if there and found < needed:  # the request would wait forever
         _end(self, KVQuantError(f"{needed} tokens stand for a history, and SGLang takes {found} of them as cached."))
         result = original(self, tree_cache, *args, **kwargs)
     return result
 
 
 def around_add(original: Original, self: PrefillAdder, req: Req, *args: Any, **kwargs: Any) -> Any:
-    """AROUND ``PrefillAdder.add_one_req``: a request waits until all tokens that stand for a history are cached."""
+    """AROUND ``PrefillAdder.add_one_req``: admits a request once all tokens that stand for a history are cached."""
     if runtime.tiers() is None or tree_keys.prefix_len(req) >= stand_ins(req):
         return original(self, req, *args, **kwargs)
     from sglang.srt.managers.schedule_policy import AddReqResult
 
-    # "No token" is only taken back when a running request ends.
+    # SGLang withdraws "no token" only when a running request ends.
     busy = self.can_run_list or (self.running_batch is not None and self.running_batch.reqs)
     return AddReqResult.NO_TOKEN if busy else AddReqResult.OTHER
 
 
 def stand_ins(req: Req) -> int:
-    """First tokens of a request that stand for others and so must never be computed; 0 for most requests."""
+    """Returns how many first tokens of a request stand for others and must never be computed; 0 for most requests."""
     selection, prefix = selection_of(req), episodes.prefix_of(req)
     return len(selection.pages) * PAGE_SIZE if selection else prefix.tokens if prefix else 0
 
 
 def _end(req: Req, error: KVQuantError) -> None:
-    """Ends a waiting request with an error; SGLang then replaces its prompt by one token."""
+    """Makes a waiting request end with an error; SGLang then replaces its prompt by one token."""
     setattr(req, _ATTRIBUTE, None)
     episodes.forget_prefix(req)
     req.set_finish_with_abort(f"sglang-kvq: {error}")
 
 
 def _bring(tree: PrefixCache, req: Req, selection: Selection) -> bool:
-    """Copies the pages into the tree under the request's name, unless they are there.
+    """Copies the chosen pages into the tree under the request's namespace, unless they are there already.
 
     Returns:
-        False if there is no room now, or if pages are still to be loaded from the host: the request waits.
+        False if there is no room now, or if pages must first be loaded from the host: then the request waits.
 
     Raises:
-        KVQuantError: the history is no longer cached, the cache is too small for it and the copies, or the request does
-            not begin with the pages' tokens.
+        KVQuantError: the history is no longer cached, the cache is too small for the history and the copies, or the
+            request does not begin with the pages' tokens.
     """
     tokens = _ids(selection.tokens)
     if array("q", req.origin_input_ids[: len(tokens)]) != tokens or len(req.origin_input_ids) <= len(tokens):
@@ -139,27 +140,27 @@ def _bring(tree: PrefixCache, req: Req, selection: Selection) -> bool:
 
 
 def loads_allow(tree: PrefixCache) -> bool:
-    """Returns whether pages of the tree can be copied: none is still to be loaded from the host."""
+    """Returns whether pages of the tree can be copied, because no load from the host is still queued."""
     controller = getattr(tree, "cache_controller", None)
     if controller is None:
         return True
-    from sglang_kvq.sglang.hicache.transfers import wait_for_loads  # only where HiCache is served
+    from sglang_kvq.sglang.hicache.transfers import wait_for_loads  # imported only with HiCache
 
     return wait_for_loads(controller)
 
 
 def _room(tree: PrefixCache, node: Any, history: int, copies: int) -> torch.Tensor | None:
-    """Makes room for copies beside their history.
+    """Allocates locations for copies, without evicting the history that is copied.
 
     Args:
-        node: where the history ends in the tree.
-        history, copies: tokens.
+        node: the node of the tree at which the history ends.
+        history, copies: numbers of tokens.
 
     Returns:
         Token locations, int64 ``[copies]``; None while running requests leave too few.
 
     Raises:
-        KVQuantError: there are too few even when nothing runs.
+        KVQuantError: history and copies exceed the whole cache.
     """
     allocator = tree.token_to_kv_pool_allocator
     if history + copies > allocator.size:
@@ -187,19 +188,19 @@ def _ids(tokens: np.ndarray) -> array[int]:
 
 
 def offset_of(req: Req) -> int:
-    """Positions by which a request's new tokens stand further than their place in it."""
+    """Returns how far the positions of a request's new tokens exceed their indices in the request."""
     selection, prefix = selection_of(req), episodes.prefix_of(req)
     return selection.offset if selection else prefix.offset if prefix else 0
 
 
 def move_positions(result: ForwardBatch, cls: type, batch: Any, *args: Any, **kwargs: Any) -> ForwardBatch:
-    """AFTER ``ForwardBatch.init_new``: tokens stand where they would behind the whole history."""
+    """AFTER ``ForwardBatch.init_new``: gives tokens the positions that they would have after the whole history."""
     if runtime.tiers() is None or not enabled() or batch.forward_mode.is_idle():
         return result
     offsets = [offset_of(req) for req in batch.reqs]
     if any(offsets):
         each = [1] * len(offsets) if batch.forward_mode.is_decode() else list(map(int, batch.extend_lens))
         (moved,) = to_device([np.repeat(offsets, each)], result.positions.device)
-        result.positions = result.positions + 0  # SGLang's own tensor may be another's view
+        result.positions = result.positions + 0  # a copy: SGLang's tensor may be a view of another
         result.positions[: len(moved)] += moved.to(result.positions.dtype)
     return result

@@ -1,7 +1,7 @@
-"""Hooks on insertion into the radix tree: BF16 pages move along when a request is repointed.
+"""Hooks on insertion into the radix tree: if SGLang replaces a request's pages, their BF16 copies move along.
 
-When the tree already holds a request's tokens, SGLang frees the request's own pages and uses the
-tree's. The own pages' BF16 copy then belong on the tree's pages, or the window would be lost.
+If the tree already holds a request's tokens, SGLang frees the request's own pages and gives it the tree's pages. The
+BF16 copies must then move to the tree's pages, or the request would lose its window.
 """
 
 from __future__ import annotations
@@ -18,10 +18,12 @@ from sglang_kvq.sglang.types import Original, PrefixCache, Req
 
 
 class _WindowMove:
-    """The window pages of a row before and after an insertion, recorded as one move in order.
+    """The window pages of a row before and after an insertion, recorded as one move event.
+
+    The event is reserved before the insertion, so that it comes before the frees that SGLang makes meanwhile.
 
     Args:
-        length: tokens that enter the tree; of a longer row, those after it keep their pages.
+        length: number of tokens that enter the tree; later tokens of the row keep their pages.
     """
 
     def __init__(self, tiers: TierManager, req_to_token: torch.Tensor, row: int, length: int) -> None:
@@ -29,7 +31,7 @@ class _WindowMove:
         sinks = min(tiers.sink_pages, full)
         recent = max(full - tiers.recent_pages - 1, sinks)
         bounds = ((0, full),) if recent == sinks else ((0, sinks), (recent, full))
-        # Slices: an index by a list would be copied to the device, which waits for the batch that runs there.
+        # Slices, because a list as index would be copied to the device, which waits for the batch that runs there.
         self.spans = [slice(a * PAGE_SIZE, b * PAGE_SIZE, PAGE_SIZE) for a, b in bounds if a < b]
         self.req_to_token, self.row, self.pending = req_to_token, row, tiers.pending
         if self.spans:
@@ -41,20 +43,20 @@ class _WindowMove:
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).long() // PAGE_SIZE
 
     def finish(self, locations: torch.Tensor | None = None) -> None:
-        """``locations`` holds the tree's token locations; None reads the rewritten row."""
+        """Completes the move event. ``locations`` are the tree's token locations; None reads the rewritten row."""
         if self.spans:
             kept = self._pages(self.req_to_token[self.row] if locations is None else locations)
             self.pending.fill_move(self.event, self.own, kept)
 
 
 def _inserted(tree: PrefixCache, states: Any, length: int) -> int:
-    """Returns the number of a request's first ``length`` tokens that enter the tree.
+    """Returns how many of a request's first ``length`` tokens enter the tree.
 
-    A hybrid model's prefix is of use only with the recurrent state at its end, so the tree takes tokens up to the last
-    state that was kept. Of two, the older one serves a request that ends before the newer.
+    A hybrid model can use a prefix only with the recurrent state at its end. So the tree takes the tokens up to the
+    last state that was kept. If the newer of two states is beyond ``length``, the older one counts.
 
     Args:
-        states: what has the request's ``mamba_last_track_seqlen``: the request, or (``NEW_TREE``) its record.
+        states: the object with ``mamba_last_track_seqlen``: the request, or (``NEW_TREE``) its ``kv``.
     """
     if not tree.supports_mamba():
         return length
@@ -66,7 +68,7 @@ def _inserted(tree: PrefixCache, states: Any, length: int) -> int:
 
 
 def around_unfinished(original: Original, self: PrefixCache, req: Req, *args: Any, **kwargs: Any) -> Any:
-    """AROUND ``cache_unfinished_req`` of either tree (``OLD_TREE``): rewrites the row itself."""
+    """AROUND ``cache_unfinished_req`` of either tree (``OLD_TREE``), which rewrites the row: records the move."""
     tiers = runtime.tiers()
     if tiers is None or self.disable:
         return original(self, req, *args, **kwargs)
@@ -78,7 +80,10 @@ def around_unfinished(original: Original, self: PrefixCache, req: Req, *args: An
 
 
 def around_finished(original: Original, self: PrefixCache, req: Req, *args: Any, **kwargs: Any) -> Any:
-    """AROUND ``cache_finished_req`` of either tree (``OLD_TREE``): frees duplicates, leaves the row."""
+    """AROUND ``cache_finished_req`` of either tree (``OLD_TREE``): records the move, looking up the tree's pages.
+
+    SGLang frees duplicate pages here and leaves the row as it was.
+    """
     is_insert = kwargs.get("is_insert", args[0] if args else True)
     tiers = runtime.tiers()
     if tiers is None or self.disable or not is_insert or getattr(self, "disable_finished_insert", False):
@@ -87,10 +92,10 @@ def around_finished(original: Original, self: PrefixCache, req: Req, *args: Any,
     from sglang.srt.mem_cache.radix_cache import RadixKey
 
     length = _inserted(self, req, kwargs["kv_len_to_handle"])
-    # EAGLE's keys are pairs of tokens: the last has none after it and stays out.
+    # EAGLE's keys are pairs of tokens: the last token begins no pair, so it stays out of the tree.
     cached = length - 1 if self.is_eagle else length
     move = _WindowMove(tiers, self.req_to_token_pool.req_to_token, req.req_pool_idx, cached)
-    # Everything by which this release keeps requests of the same tokens apart: another's pages replace nothing.
+    # All names by which this release separates requests with equal tokens: pages under other names replace nothing.
     names = {name: getattr(req, name) for name in ("extra_key", "cache_salt") if name in signature(RadixKey).parameters}
     key = RadixKey((req.origin_input_ids + req.output_ids)[:length], **names)
     result = original(self, req, *args, **kwargs)
@@ -103,7 +108,10 @@ def around_finished(original: Original, self: PrefixCache, req: Req, *args: Any,
 
 
 def around_checkpoint(original: Original, self: PrefixCache, req: Req, *, up_to: int, **kwargs: Any) -> Any:
-    """AROUND ``UnifiedRadixCache.checkpoint_into_tree`` (``NEW_TREE``): rewrites the row in both cases."""
+    """AROUND ``UnifiedRadixCache.checkpoint_into_tree`` (``NEW_TREE``): records the move.
+
+    It rewrites the row of finished and unfinished requests.
+    """
     tiers = runtime.tiers()
     if tiers is None or self.disable:
         return original(self, req, up_to=up_to, **kwargs)

@@ -1,4 +1,4 @@
-"""Access to a prefix tree of either generation by tokens and namespace: find, lock, insert."""
+"""Access to SGLang's prefix tree, before and after its replacement, by tokens and namespace: match, lock, insert."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _OLD = compat.applies(OLD_TREE, compat.sglang_version())
 
 
 def key(req: Req, tokens: array[int], namespace: str | None) -> Any:
-    """A key as the tree makes it of a request's tokens, in a namespace."""
+    """Returns the tree's key for tokens in a namespace, with the request's cache salt if the release has one."""
     from sglang.srt.mem_cache.radix_cache import RadixKey
 
     salt = {"cache_salt": req.cache_salt} if "cache_salt" in signature(RadixKey).parameters else {}
@@ -24,7 +24,7 @@ def key(req: Req, tokens: array[int], namespace: str | None) -> Any:
 
 
 def match(tree: PrefixCache, key: Any) -> tuple[torch.Tensor, Any]:
-    """Token locations of what is cached of a key, and the node that it ends in."""
+    """Returns the token locations of a key's longest cached prefix, and the node in which the prefix ends."""
     from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 
     found = tree.match_prefix(MatchPrefixParams(key=key))
@@ -33,7 +33,7 @@ def match(tree: PrefixCache, key: Any) -> tuple[torch.Tensor, Any]:
 
 
 def prefix_len(req: Req) -> int:
-    """First tokens of a request that SGLang found cached when it last looked."""
+    """Returns how many first tokens of a request SGLang found cached at its last match."""
     return len(req.prefix_indices) if _OLD else int(req.prefix_len)
 
 
@@ -55,5 +55,5 @@ def insert(tree: PrefixCache, key: Any, locations: torch.Tensor) -> None:
     from sglang.srt.mem_cache.base_prefix_cache import InsertParams
 
     result = tree.insert(InsertParams(key=key, value=locations.long()))
-    if _OLD and result.prefix_len:  # the other trees free what they had already
+    if _OLD and result.prefix_len:  # newer trees free the duplicates themselves
         tree.token_to_kv_pool_allocator.free(locations[: result.prefix_len])

@@ -1,4 +1,4 @@
-"""Answers of sessions on their way to the client: what went out is never taken back, and errors are SGLang's own."""
+"""Answers of sessions on their way to the client: sent text is never changed, and errors look like SGLang's own."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from sglang_kvq.errors import KVQuantError
 from sglang_kvq.sessions.messages import GONE, TOO_SMALL
 from sglang_kvq.sglang.router.requests import GenerateRequest, HTTPRequest, Output
 
-#: Seconds between two looks at whether a client is still there; SGLang's own are 4.
+#: Seconds between two checks whether the client is still connected; SGLang itself checks every 4 s.
 POLL = 1.0
-#: Fields that SGLang adds to the chunks of a request for log-probabilities.
+#: Fields that SGLang adds to chunks if the request asks for log-probabilities.
 _LOGPROBS = ("input_token_logprobs", "output_token_logprobs", "input_top_logprobs", "output_top_logprobs")
 
 T = TypeVar("T")
 
 
 class Ended(Exception):
-    """The client's request ends here, as SGLang ends one that it aborts.
+    """Ends the client's request in the same way as SGLang ends an aborted request.
 
     Attributes:
         reason: SGLang's ``finish_reason``.
@@ -32,7 +32,7 @@ class Ended(Exception):
 
 
 def aborted(message: str, status: int | None = None) -> Ended:
-    """An ``Ended`` with the reason that SGLang's scheduler would give.
+    """Returns an ``Ended`` with the reason that SGLang's scheduler would give.
 
     Args:
         status: HTTP status; None for an abort that the client asked for.
@@ -44,39 +44,39 @@ def aborted(message: str, status: int | None = None) -> Ended:
 
 
 def abort_of(out: Output) -> dict[str, Any] | None:
-    """The ``finish_reason`` of a chunk that says that its request was aborted; None for others."""
+    """Returns the ``finish_reason`` of a chunk if its request was aborted; otherwise None."""
     reason = out["meta_info"].get("finish_reason")
     return reason if isinstance(reason, dict) and reason.get("type") == "abort" else None
 
 
 def check_not_aborted(out: Output) -> None:
-    """Pass on the abort of a request inside.
+    """Passes on the abort of an inner request.
 
     Raises:
-        Ended: this chunk says that it was aborted.
+        Ended: this chunk says that the inner request was aborted.
     """
     if reason := abort_of(out):
         raise Ended(reason)
 
 
 class Unreadable(Exception):
-    """A request cannot read the history that it begins with, as its message says."""
+    """A request cannot read the history with which it begins; the message says why."""
 
 
 def check_readable(message: object) -> None:
-    """Raises ``Unreadable`` for an error that refuses a request for the history that it begins with."""
+    """Raises ``Unreadable`` if an error message says that the history at a request's beginning cannot be read."""
     text = str(message)
     if GONE in text or TOO_SMALL in text:
         raise Unreadable(text)
 
 
 async def while_wanted(work: Awaitable[T], request: HTTPRequest | None, obj: GenerateRequest) -> T:
-    """Does what comes before an answer, unless the client leaves meanwhile.
+    """Does the work before an answer, and cancels it if the client disconnects.
 
-    SGLang looks after its own requests only, and notices nothing between many short ones.
+    SGLang watches the client only while one of its own requests runs, so it may miss this between many short requests.
 
     Raises:
-        KVQuantError: the client has left; the work is cancelled.
+        KVQuantError: the client has disconnected; the work is cancelled.
     """
     task = asyncio.ensure_future(work)
     try:
@@ -91,36 +91,37 @@ async def while_wanted(work: Awaitable[T], request: HTTPRequest | None, obj: Gen
 
 
 class Delivery:
-    """The part of its answer that a client has.
+    """The part of an answer that its client already has.
 
-    An answer may have to be made again after a part of it was streamed: its request was retracted and what it begins
-    with was evicted. What is said again is held back, and only an answer that goes on from it is sent.
+    After a part of an answer was streamed, it may have to be generated again: if its request was retracted and the
+    request's beginning was evicted. Then chunks that repeat the sent part are held back. The rest is sent only if it
+    continues the sent part.
 
     Args:
-        incremental: chunks have only what is new, not all so far.
+        incremental: chunks have only new tokens, not all tokens so far.
     """
 
     def __init__(self, obj: GenerateRequest, incremental: bool) -> None:
         self.obj, self.incremental = obj, incremental
-        #: Finish reason of the last chunk.
+        #: Sent text and token ids, and ``meta_info`` of the last chunk.
         self.text, self.ids, self.last = "", list[int](), dict[str, Any]()
         self.again = False
 
     def begin_again(self) -> None:
-        """The answer is made again from its beginning.
+        """Notes that the answer is generated again from its beginning.
 
         Raises:
-            Ended: a part of it went out in chunks of which the next cannot be told to go on from it.
+            Ended: incremental chunks were sent already, and nothing can tell whether the new answer continues them.
         """
         self.again = bool(self.ids or self.text)
         if self.again and self.incremental:
             raise self._another()
 
     def passes(self, out: Output) -> bool:
-        """Tells whether a chunk goes out; one that says only what the client has does not.
+        """Returns True if a chunk must be sent, and False if it only repeats the sent part.
 
         Raises:
-            Ended: the answer made again is another one.
+            Ended: the answer that was generated again differs from the sent part.
         """
         text, ids = out.get("text") or "", out.get("output_ids") or []
         ends = out["meta_info"].get("finish_reason") is not None
@@ -138,11 +139,11 @@ class Delivery:
         return True
 
     def end(self, ended: Ended, prompt: int, weight_version: str | None) -> Output:
-        """The last chunk of a request that ends here.
+        """Returns the last chunk of a request that ``Ended`` stops.
 
         Args:
-            prompt: tokens of the client's prompt.
-            weight_version: of this server.
+            prompt: number of tokens in the client's prompt.
+            weight_version: version of this server's weights.
         """
         meta = {
             "id": self.obj.rid,

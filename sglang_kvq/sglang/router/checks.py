@@ -1,4 +1,4 @@
-"""Refusals of settings that ``--episodic-policy`` does not support, before any process is spawned."""
+"""Refuses settings that ``--episodic-policy`` does not support, before any process is spawned."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sglang_kvq.sglang import compat
 from sglang_kvq.sglang.types import ModelConfig, ServerArgs
 
 _ONE_PROCESS = "sessions are known to one process"
-#: Settings of ServerArgs, their harmless values, and why others are refused.
+#: Settings of ServerArgs, their harmless values, and why other values are refused.
 REFUSED: tuple[tuple[str, tuple[object, ...], str], ...] = (
     ("tokenizer_worker_num", (None, 1), _ONE_PROCESS),
     ("dp_size", (None, 1), "a session's history would be in another worker's cache"),
@@ -30,7 +30,7 @@ def check(server_args: ServerArgs, model: ModelConfig, config: EpisodicConfig) -
     """Refuses settings and models whose requests cannot begin with chosen pages.
 
     Raises:
-        KVQuantError: lists every one.
+        KVQuantError: lists every refused setting and property.
     """
     found = [
         f"--{field.replace('_', '-')} {value}: {why}."
@@ -54,7 +54,7 @@ def check(server_args: ServerArgs, model: ModelConfig, config: EpisodicConfig) -
 
 
 def unsupported(model: ModelConfig) -> Iterator[str]:
-    """Completes "this model has ..." with state that pages alone do not hold."""
+    """Yields completions of "this model has ..." for properties with which chosen pages cannot work."""
     from sglang.srt.configs.hybrid_arch import mambaish_config
 
     if _has_mrope(model):

@@ -1,9 +1,9 @@
 """The router of ``--episodic-policy epicache``: builds a session's episodes block by block and answers from one.
 
-EpiCache (arXiv 2509.17396) over ordinary requests. A conversation's whole blocks but the last ones are folded into an
-episode when it is asked for first: a chain of prefill-only requests, each of which ends as a fold
-(``sessions.episodes``). The request that answers begins with the episode whose centroid is nearest to its question, and
-goes on with the rest of the prompt as an ordinary suffix. What of a chain was evicted is built again.
+This is EpiCache (arXiv 2509.17396), implemented by ordinary requests. When an episode is first needed, all whole blocks
+of the conversation except the last ones are folded into it. That takes a chain of prefill-only requests, each of which
+ends as a fold (``sessions.episodes``). The answering request begins with the episode whose centroid is nearest to its
+question, and continues with the rest of the prompt as an ordinary suffix. Evicted parts of a chain are built again.
 """
 
 from __future__ import annotations
@@ -27,23 +27,24 @@ from sglang_kvq.sglang.router.metrics import NoMetrics
 from sglang_kvq.sglang.router.requests import GenerateRequest
 from sglang_kvq.sglang.router.turns import Turn, Workers
 
-#: Names of folds that are remembered as built; an older one is tried from its chain's beginning.
+#: Maximum number of folds that are remembered as built. The chain of a forgotten fold is run from its beginning.
 REMEMBERED = 1 << 16
-#: Times that a fold is sent while the cache has no room for it, and seconds between them, growing.
+#: Number of attempts to send a fold while the cache has no room for it, and the first pause in seconds, which doubles.
 ATTEMPTS, PAUSE = 8, 0.1
-#: In the error of a fold without room.
+#: Text in the error of a fold without room.
 _AGAIN = "send the request again"
 
 
 @dataclass(frozen=True, eq=False)
 class Chosen:
-    """An episode that a prompt is answered from.
+    """The episode from which a prompt is answered.
 
     Attributes:
-        plan: sizes of the chain.
-        steps: of the episode's chain.
-        prompt: whose queries score it.
-        folded: the prompt's first tokens that the episode stands for.
+        number: the episode's index in the session.
+        plan: sizes of its chain.
+        steps: steps of its chain.
+        prompt: token ids of the patched prompt, whose queries score the tokens.
+        folded: number of the prompt's first tokens for which the episode stands.
     """
 
     number: int
@@ -54,35 +55,39 @@ class Chosen:
 
 
 class EpisodeRouter:
-    """Episodes of all sessions of one server.
+    """Builds and chooses the episodes of all sessions of one server.
 
     Args:
-        sinks: first tokens of a conversation that every episode keeps.
+        sinks: number of a conversation's first tokens that every episode keeps.
     """
 
     def __init__(self, workers: Workers, metrics: NoMetrics, config: EpisodicConfig, method: str, sinks: int) -> None:
         self.workers, self.metrics, self.config, self.method = workers, metrics, config, method
         self.plan = ChainPlan(config.budget, config.block, sinks)
         self._built: OrderedDict[str, None] = OrderedDict()
-        #: One fold at a time: several would each hold its pages while it waits for room for what they become.
+        #: Allows one fold at a time: several would each hold its own pages while it waits for room for the fold.
         self._folding = asyncio.Lock()
 
     def folded(self, tokens: int, question: int) -> int:
-        """First tokens of a prompt that are folded: whole blocks before its question, of which at most a block is left.
+        """Returns how many first tokens of a prompt are folded.
 
-        A patched prompt stands behind its block, so that the last of the model's positions are left to it.
+        These are the whole blocks before its question, and at least those before its last ``block`` tokens. A patched
+        prompt follows its block, so the last positions of the model's context are reserved for it.
 
         Args:
-            question: where the question begins.
+            tokens: number of the prompt's tokens.
+            question: index of the question's first token.
         """
         end = min(max(question, tokens - self.config.block), tokens - 1)
         return self.plan.folded(min(end, max(self.workers.manager.context_len - PROMPT_TOKENS, 0)))
 
     async def choose(self, turn: Turn, question: int, folded: int, system: int) -> Chosen:
-        """The episode nearest to a prompt's question.
+        """Chooses the episode nearest to a prompt's question; divides the session into episodes if needed.
 
         Args:
-            system: tokens before the first user message, which are pinned up to a quarter of the budget.
+            question: index of the question's first token.
+            folded: number of first tokens that are folded.
+            system: number of tokens before the first user message; they are pinned, up to a quarter of the budget.
         """
         most = self.config.budget // 4 // PAGE_SIZE
         pinned = max(self.plan.pinned, min(-(-system // PAGE_SIZE), most) * PAGE_SIZE)
@@ -99,7 +104,7 @@ class EpisodeRouter:
             clusters = episodes.divide(rows, self.config.episodes or EPISODES, count * size)
             return rows, clusters.nearest(asked)
 
-        # A quarter of a second for 64K tokens, in which other sessions' answers go on.
+        # In a thread, because it takes a quarter of a second for 64K tokens and other answers must go on.
         rows, number = await asyncio.to_thread(divide)
         prompt = episodes.prompt(
             number,
@@ -117,11 +122,11 @@ class EpisodeRouter:
         """Runs the steps of a chain that are not known to be in the cache.
 
         Raises:
-            KVQuantError: the cache has no room for an episode beside what runs.
+            KVQuantError: the cache has no room for an episode beside the running requests.
             Ended: the request was aborted.
-            HTTPException: what SGLang ended a request with.
+            HTTPException: SGLang ended an inner request with this error.
         """
-        for _ in range(3):  # what is known may have been evicted, and again while it is built
+        for _ in range(3):  # known folds may have been evicted, and may be evicted again during the build
             known = [step.name in self._built for step in chosen.steps]
             first = len(known) - known[::-1].index(True) if True in known else 0
             try:
@@ -140,7 +145,7 @@ class EpisodeRouter:
         )
 
     async def build_again(self, turn: Turn, chosen: Chosen) -> None:
-        """``build`` of a chain that turned out to be evicted."""
+        """Builds a chain that turned out to be evicted."""
         self._forget(chosen)
         await self.build(turn, chosen)
 
@@ -174,11 +179,11 @@ class EpisodeRouter:
             self._built.popitem(last=False)
 
     async def _run(self, turn: Turn, inner: GenerateRequest) -> str | None:
-        """Sends one request inside; what is wrong with it, None if nothing is.
+        """Sends one inner request; returns its error message, None if it succeeded.
 
         Raises:
-            Ended: it was aborted.
-            HTTPException: as ``build``.
+            Ended: the request was aborted.
+            HTTPException: as in ``build``.
         """
         reason: Any = None
         try:
@@ -188,10 +193,10 @@ class EpisodeRouter:
                 if reason is not None:
                     turn.computed += requests.computed_of(meta)
                     answers.check_not_aborted(out)
-        except ValueError as error:  # what SGLang raises for status 400
+        except ValueError as error:  # SGLang raises it for status 400
             return str(error)
         except HTTPException as error:
-            if "sglang-kvq" not in str(error.detail):  # SGLang took no more requests, or gave this one up
+            if "sglang-kvq" not in str(error.detail):  # not a failed fold: SGLang itself refused or dropped the request
                 raise
             return str(error.detail)
         return None if isinstance(reason, dict) else "it ended without a reason"
@@ -204,4 +209,4 @@ class EpisodeRouter:
 
 
 class _Gone(Exception):
-    """A step's prefix is not in the cache any more."""
+    """A step's prefix is no longer in the cache."""

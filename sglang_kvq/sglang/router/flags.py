@@ -1,4 +1,4 @@
-"""The ``--episodic-*`` flags: conversations that are longer than what a request may read."""
+"""The ``--episodic-*`` flags, for conversations that are longer than one request may read."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
             if default in (None, "") or "choices" in options
             else f" Default: {default if isinstance(default, str) else format(default, 'g')}."
         )
-        # None tells "not given" from a default that was typed; EpisodicConfig has the defaults.
+        # With None, ``parse`` can tell a missing flag from a typed default. EpisodicConfig has the defaults.
         group.add_argument(flag, default=None, help=help + said, **options)
 
     add(
@@ -127,7 +127,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def parse(values: Mapping[str, Any]) -> EpisodicConfig | None:
-    """Returns the flags' configuration; None for ``--episodic-policy off``, the default.
+    """Returns the configuration that the flags give; None for ``--episodic-policy off``, the default.
 
     Raises:
         KVQuantError: a value is out of range, or a flag is given without ``--episodic-policy``.

@@ -4,29 +4,29 @@ from __future__ import annotations
 
 
 class NoMetrics:
-    """Counts nothing."""
+    """Metrics of a server without ``--enable-metrics``: every method does nothing."""
 
     def known(self, sessions: int, state_bytes: int) -> None:
-        """So many sessions are remembered, in so much memory."""
+        """Reports how many sessions are remembered, and the bytes of their state."""
 
     def answered(self, read: str) -> None:
-        """A request of a session: "whole" or "chosen"."""
+        """Counts a session's request; ``read`` says how much of its prompt it read, "whole" or "chosen"."""
 
     def rebuilt(self) -> None:
-        """A history was computed again."""
+        """Counts a history that was computed again."""
 
     def folded(self) -> None:
-        """A block of a history was folded into an episode."""
+        """Counts a block of a history that was folded into an episode."""
 
     def computed(self, tokens: int) -> None:
-        """So many prompt tokens of a session were not cached."""
+        """Counts prompt tokens of sessions that were computed, because they were not cached."""
 
 
 class SessionMetrics(NoMetrics):
     """Two gauges and four counters of the process that serves HTTP."""
 
     def __init__(self) -> None:
-        # Not before SGLang has set PROMETHEUS_MULTIPROC_DIR.
+        # Imported here because SGLang must set PROMETHEUS_MULTIPROC_DIR first.
         from prometheus_client import Counter, Gauge
 
         self._known = Gauge("sglang_kvq_sessions", "Sessions that are remembered.", multiprocess_mode="mostrecent")

@@ -1,4 +1,4 @@
-"""Requests of sessions: what they may ask for, the requests made of them inside, and the way back of the answers."""
+"""Requests of sessions: checks them, builds the inner requests for them, and converts answers back."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ HTTPRequest: TypeAlias = Any
 #: One chunk of an answer.
 Output: TypeAlias = dict[str, Any]
 
-#: Entries of ``custom_params`` that only the router may set, and how names begin that only it may give.
+#: Entries of ``custom_params`` that only the router may set, and the prefix of namespaces that only it may use.
 OURS = {FOLD, PREFIX, SELECTION}
 NAME_PREFIX = "kvq-"
 
-#: Tokens of a list that become an array while other requests wait: half a millisecond.
+#: Tokens that are converted in one piece. Other requests wait meanwhile, for half a millisecond.
 TOKENS_AT_ONCE = 1 << 15
 
-#: Characters of a session id.
+#: Maximum number of characters in a session id.
 LONGEST_ID = 256
 
-#: Fields of a request that a session has no place for, and why.
+#: Fields that a session's request may not set, and why.
 _REFUSED = {
     "session_params": "sessions of SGLang keep tokens that the client does not send; send the whole conversation",
     "input_embeds": "a conversation is compared and found by its tokens; send text or input_ids",
@@ -53,13 +53,13 @@ _REFUSED = {
 
 @dataclass(frozen=True, eq=False)
 class Beginning:
-    """Stand-in for a history at the beginning of a request: chosen pages, or an episode.
+    """The beginning of a request that stands for a history: chosen pages, or an episode.
 
     Attributes:
-        tokens: the request's first ids.
-        name: namespace in which they stand for the history.
-        offset: positions by which the others stand further than their place in the request.
-        parameter, message: entry of ``custom_params`` that tells the scheduler.
+        tokens: the request's first token ids.
+        name: namespace in which these ids stand for the history.
+        offset: by how much the positions of later tokens exceed their indices in the request.
+        parameter, message: name and value of the entry in ``custom_params`` that tells the scheduler.
     """
 
     tokens: np.ndarray
@@ -70,15 +70,15 @@ class Beginning:
 
     @classmethod
     def of_pages(cls, chosen: Selection) -> Beginning:
-        """Takes milliseconds for a long history; the event loop leaves it to a thread."""
+        """Builds the beginning for chosen pages. It takes milliseconds for a long history, so call it in a thread."""
         return cls(chosen.tokens, chosen.name, chosen.offset, SELECTION, chosen.encode())
 
 
 def check_client(obj: GenerateRequest) -> None:
-    """Refuses from every client what only the router may say.
+    """Refuses parameters of a client that only the router may set.
 
     Raises:
-        KVQuantError: the request chooses pages, or names a namespace of chosen pages.
+        KVQuantError: the request chooses pages, or uses a namespace of chosen pages.
     """
     params = obj.sampling_params
     for each in params if isinstance(params, list) else [params]:
@@ -92,13 +92,13 @@ def check_client(obj: GenerateRequest) -> None:
 
 
 def session_id_of(obj: GenerateRequest, request: HTTPRequest | None, header: str) -> str | None:
-    """``session_id`` of the body, or else the header's value; None where neither is given.
+    """Returns ``session_id`` of the body, otherwise the header's value; None if neither is given.
 
     Args:
-        header: of ``--episodic-session-header``.
+        header: the header's name, from ``--episodic-session-header``.
 
     Raises:
-        KVQuantError: two different ones, or one that is empty or too long.
+        KVQuantError: body and header give different ids, or the id is empty or too long.
     """
     named = None if request is None else request.headers.get(header)
     given: str | None = obj.session_id
@@ -111,13 +111,13 @@ def session_id_of(obj: GenerateRequest, request: HTTPRequest | None, header: str
 
 
 def tenant_of(request: HTTPRequest | None, header: str | None = None) -> str:
-    """Whose request it is: a hash of its API key, "" without one. Sessions of two tenants never meet.
+    """Returns the owner of a request: a hash of its API key, "" without a key. Tenants never share sessions.
 
     Args:
-        header: of ``--episodic-tenant-header``, whose value counts as well.
+        header: the name from ``--episodic-tenant-header``; the hash then includes that header's value.
 
     Raises:
-        KVQuantError: that header is missing or empty, as it always is in native gRPC and in ``Engine``.
+        KVQuantError: that header is missing or empty. Native gRPC and ``Engine`` never have it.
     """
     headers = {} if request is None else request.headers
     key = headers.get("Authorization")
@@ -136,10 +136,10 @@ def _hash(text: str) -> str:
 
 
 def check_session(obj: GenerateRequest) -> None:
-    """Refuses what cannot be part of a session.
+    """Refuses a request that cannot be part of a session.
 
     Raises:
-        KVQuantError: names the field.
+        KVQuantError: names the refused field.
     """
     ids, params = obj.input_ids, obj.sampling_params
     several = isinstance(obj.text, list) or (bool(ids) and not isinstance(ids[0], int)) or isinstance(params, list)
@@ -155,10 +155,10 @@ def check_session(obj: GenerateRequest) -> None:
 
 
 async def token_ids(given: Sequence[int]) -> np.ndarray:
-    """A prompt's tokens: int32 ``[T]``. Other requests go on between its parts.
+    """Converts a prompt's tokens to int32 ``[T]``, in parts, so that other requests can run in between.
 
     Raises:
-        KVQuantError: one of them is no token of any model.
+        KVQuantError: a value does not fit in int32, so it is no token.
     """
     ids = np.empty(len(given), np.int32)
     for at in range(0, len(given), TOKENS_AT_ONCE):
@@ -173,17 +173,17 @@ async def token_ids(given: Sequence[int]) -> np.ndarray:
 
 
 def namespace_of(obj: GenerateRequest) -> Namespace:
-    """Under which names SGLang caches the request's tokens, once it is normalized."""
+    """Returns the names under which SGLang caches the tokens of a normalized request."""
     return obj.extra_key or None, getattr(obj, "cache_salt", None) or None
 
 
 def compute_request(obj: GenerateRequest, ids: array[int], namespace: Namespace, rid: str | None) -> GenerateRequest:
-    """A request that computes ``ids`` and leaves them in the cache, in the client's namespace.
+    """Builds a request that computes ``ids`` and leaves them in the cache, under ``namespace``.
 
-    The token that is sampled at its end is dropped.
+    The one token that it samples is dropped.
 
     Args:
-        ids: of ``token_array``.
+        ids: result of ``token_array``.
     """
     salt = {} if namespace[1] is None else {"cache_salt": namespace[1]}
     return type(obj)(
@@ -192,7 +192,7 @@ def compute_request(obj: GenerateRequest, ids: array[int], namespace: Namespace,
         sampling_params={"max_new_tokens": 1, "temperature": 0, "ignore_eos": True},
         extra_key=namespace[0],
         priority=obj.priority,
-        background=obj.background,  # SGLang aborts other requests whose client has left
+        background=obj.background,  # if False, SGLang aborts the request when its client leaves
         log_metrics=False,
         no_logs=True,
         **salt,
@@ -200,9 +200,9 @@ def compute_request(obj: GenerateRequest, ids: array[int], namespace: Namespace,
 
 
 async def token_array(ids: np.ndarray) -> array[int]:
-    """Returns what SGLang makes of a list of tokens. Other requests go on between its parts.
+    """Converts tokens to the array type that SGLang uses, in parts, so that other requests can run in between.
 
-    In one piece it takes 20 ms for a million tokens, most of them for new memory.
+    In one piece it would take 20 ms for a million tokens, mostly to allocate memory.
     """
     tokens: array[int] = array("q")
     for at in range(0, len(ids), TOKENS_AT_ONCE):
@@ -219,15 +219,16 @@ def answer_request(
     preferred: dict[str, Any],
     room: int,
 ) -> GenerateRequest:
-    """The request that answers a prompt from chosen pages of its history, or an episode, and its tail.
+    """Builds the request that answers a prompt from chosen pages of its history, or an episode, and its tail.
 
     Args:
-        obj: the client's, normalized.
-        preferred: sampling parameters of this server where a request has none.
-        room: tokens of an answer that the model's context has room for, which SGLang would not notice.
+        obj: the client's request, normalized.
+        preferred: this server's default sampling parameters.
+        room: maximum number of answer tokens for which the model's context has positions. SGLang cannot check this,
+            because the request has fewer tokens than the prompt.
 
     Raises:
-        KVQuantError: log-probabilities from within the history, most of which is not read.
+        KVQuantError: the client wants log-probabilities from within the history, most of which is not read.
     """
     inner = copy.copy(obj)
     inner.text, inner.session_id = None, None
@@ -236,7 +237,7 @@ def answer_request(
     inner.return_prompt_token_ids = False
     inner.logprob_start_len = _logprob_start(obj, plan, start.offset)
     params = dict(obj.sampling_params)
-    # Null is as much as there is room for; 128 is SGLang's default where nothing is said.
+    # None means as much as there is room for; 128 is SGLang's default for a request that does not say.
     given = {"max_new_tokens": 128, **preferred, **params}["max_new_tokens"]
     params["max_new_tokens"] = room if given is None else min(given, room)
     if "min_new_tokens" in params:
@@ -259,15 +260,15 @@ def _logprob_start(obj: GenerateRequest, plan: Plan, offset: int) -> int:
 
 
 def computed_of(meta: dict[str, Any]) -> int:
-    """Prompt tokens that an ended request computed, by its ``meta_info``; 0 if it was aborted before it ran."""
+    """Returns how many prompt tokens an ended request computed, by its ``meta_info``; 0 if it never ran."""
     return int(meta.get("prompt_tokens", 0)) - int(meta.get("cached_tokens") or 0)
 
 
 def answer_output(out: Output, obj: GenerateRequest, ids: np.ndarray, computed: int) -> Output:
-    """An inner request's answer as the client's: usage counts the prompt that it sent.
+    """Turns an inner request's answer into the client's: usage then counts the prompt that the client sent.
 
     Args:
-        computed: tokens that were computed for it before.
+        computed: tokens that earlier inner requests computed for this answer.
     """
     meta = out["meta_info"]
     if "prompt_tokens" not in meta:  # aborted before it ran

@@ -1,13 +1,14 @@
-"""The router of ``--episodic-policy``: which pages of a session's history a request reads.
+"""The router of ``--episodic-policy``: decides which pages of a session's history a request reads.
 
-AROUND ``TokenizerManager.generate_request``, through which chat, completions, ``/generate`` and ``Engine`` pass. The
-client sends its whole conversation. A prompt within the budget goes on untouched. Of a longer one the history
-is computed as an ordinary prefix, after the last answer or else first, and the request that answers begins with the
-pages of it that are nearest to its question (``sglang.selection``).
+It wraps ``TokenizerManager.generate_request``, which serves chat, completions, ``/generate`` and ``Engine``. The client
+sends its whole conversation. A prompt within the budget is served unchanged. For a longer prompt, the history is
+computed as an ordinary prefix: after the previous answer, or otherwise before this one. The answering request then
+begins with the pages of the history that are nearest to its question (``prefix.selection``).
 
-Everything here runs in the event loop of one process; what takes long runs in a thread (``sessions.embedding``).
-Requests of one session are looked at one after the other and generate at once. A request looks at an index of its own,
-which no other changes; those that do not go on with the conversation make branches (``sessions.session``).
+Everything here runs in the event loop of one process; slow work runs in a thread (``sessions.embedding``). The router
+prepares requests of one session one after the other, but they generate concurrently. Each request has its own view of
+the index, which no other request changes. Requests that do not continue the conversation start branches
+(``sessions.session``).
 """
 
 from __future__ import annotations
@@ -42,16 +43,16 @@ from sglang_kvq.sglang.types import Original
 
 logger = logging.getLogger("sglang_kvq")
 
-#: On a TokenizerManager: its router.
+#: Attribute of a TokenizerManager that holds its router.
 _ATTRIBUTE = "_kvq_router"
 
 
 @functools.lru_cache(maxsize=1)
 def load_embedder(folder: str, device: str) -> Embedder:
-    """Loaded once in a process: first by the checks at start.
+    """Loads the embedder, once per process; the checks at start do so first.
 
     Raises:
-        KVQuantError: as ``Embedder.load``, or no such device here.
+        KVQuantError: as in ``Embedder.load``, or this machine has no such device.
     """
     import torch
 
@@ -70,9 +71,9 @@ def load_embedder(folder: str, device: str) -> Embedder:
 def around_generate_request(
     original: Original, self: TokenizerManager, obj: GenerateRequest, request: HTTPRequest | None = None
 ) -> Outputs:
-    """AROUND ``TokenizerManager.generate_request``."""
+    """AROUND ``TokenizerManager.generate_request``: serves requests with a session id through the router."""
     router = router_of(self)
-    if router is None or not hasattr(obj, "session_params"):  # embeddings
+    if router is None or not hasattr(obj, "session_params"):  # such as requests for embeddings
         return original(self, obj, request)  # type: ignore[no-any-return]
     try:
         requests.check_client(obj)
@@ -85,13 +86,13 @@ def around_generate_request(
 
 
 async def _failing(error: KVQuantError) -> Outputs:
-    """Errors come out of the generator, where SGLang's endpoints expect them."""
+    """Raises the error from a generator, where SGLang's endpoints expect errors."""
     raise error
-    yield {}  # what makes it a generator
+    yield {}  # makes this function a generator
 
 
 def before_abort(self: TokenizerManager, rid: str = "", abort_all: bool = False) -> None:
-    """BEFORE ``TokenizerManager.abort_request``: a request that is not sent yet is not sent at all."""
+    """BEFORE ``TokenizerManager.abort_request``: marks requests that are not sent yet, so that they are never sent."""
     router: Router | None = getattr(self, _ATTRIBUTE, None)
     if router is not None:
         workers = router.workers
@@ -99,7 +100,7 @@ def before_abort(self: TokenizerManager, rid: str = "", abort_all: bool = False)
 
 
 def router_of(manager: TokenizerManager) -> Router | None:
-    """The router of a server with ``--episodic-policy``, made when first asked for; None without."""
+    """Returns the router of a server with ``--episodic-policy``, created by the first call; None without the flag."""
     if not hasattr(manager, _ATTRIBUTE):
         config = config_of(manager.server_args)
         router = None
@@ -114,11 +115,11 @@ def router_of(manager: TokenizerManager) -> Router | None:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A prompt that is served in part.
+    """A prompt of which only a part is read, prepared for its answer.
 
     Attributes:
-        inner: the request that answers it.
-        again: computes again what the request begins with, if it turns out to be evicted.
+        inner: the request that answers the prompt.
+        again: computes the beginning of that request again, if it turns out to be evicted.
     """
 
     inner: GenerateRequest
@@ -126,10 +127,10 @@ class Prepared:
 
 
 class Router:
-    """Sessions of one server.
+    """Serves the sessions of one server.
 
     Args:
-        config: for sinks and recent tokens, which are always read.
+        config: gives the sinks and recent tokens, which every request reads.
     """
 
     def __init__(
@@ -141,21 +142,22 @@ class Router:
         self.metrics = SessionMetrics() if getattr(manager, "enable_metrics", False) else NoMetrics()
         self.workers = Workers(manager, self.store, embedder, self.metrics)
         self.marker = user_turn(manager.tokenizer)
-        #: Router of the policy epicache, or None.
+        #: Router of the policy epicache; None with other policies.
         self.episodes: EpisodeRouter | None = None
         if episodic.policy == EPICACHE:
             sinks = max(config.sink_pages, 1) * PAGE_SIZE
             self.episodes = EpisodeRouter(self.workers, self.metrics, episodic, config.method, sinks)
-        #: Tasks that continue after answers; the event loop itself keeps no reference.
+        #: Tasks that continue after answers. They are kept here because the event loop keeps no strong reference.
         self.background: set[asyncio.Task[None]] = set()
 
     async def serve(
         self, send: Original, obj: GenerateRequest, request: HTTPRequest | None, session_id: str
     ) -> Outputs:
-        """A session's request, from its prompt to its last chunk.
+        """Serves a session's request, from its prompt to its last chunk.
 
         Raises:
-            ValueError: as SGLang's own, or KVQuantError for what a session cannot serve.
+            ValueError: SGLang refuses the request.
+            KVQuantError: a session cannot serve the request.
         """
         delivery, prompt = answers.Delivery(obj, self.manager.incremental_streaming_output), 0
         try:
@@ -188,7 +190,7 @@ class Router:
             raise KVQuantError(f"session {session_id!r}: {error}") from error
         except answers.Ended as error:
             ended = error
-        except HTTPException as error:  # of a request inside; one that leaves a stream would break the connection
+        except HTTPException as error:  # from an inner request; raised within a stream it would break the connection
             if not obj.stream:
                 raise
             ended = answers.aborted(str(error.detail), error.status_code)
@@ -198,7 +200,7 @@ class Router:
         self.metrics.known(len(self.store), self.store.bytes)
 
     async def _serve_whole(self, turn: Turn) -> Outputs:
-        """Serves the prompt as it came, and remembers the conversation."""
+        """Serves the prompt unchanged, and remembers the conversation."""
         turn.session.hot, turn.session.history, turn.session.pages, turn.session.matches = len(turn.ids), 0, (), ()
         turn.output.clear()
         async with aclosing(self.workers.sent(turn, turn.obj)) as outputs:
@@ -211,7 +213,7 @@ class Router:
                 yield out
 
     async def _serve_selected(self, turn: Turn) -> Outputs:
-        """Serves the prompt from chosen pages of its history, or behind an episode; whole if neither stays cached."""
+        """Serves the prompt from chosen pages of its history or from an episode; whole if neither stays cached."""
         with self.workers.abortable(turn.obj.rid):
             work = self._prepare_pages(turn) if self.episodes is None else self._prepare_episode(turn)
             prepared = await answers.while_wanted(work, turn.request, turn.obj)
@@ -247,7 +249,7 @@ class Router:
         """Yields the answer of a request that begins with chosen pages or an episode.
 
         Raises:
-            Unreadable: what it begins with cannot be read.
+            Unreadable: the pages or the episode can no longer be read.
         """
         turn.output.clear()
         try:
@@ -266,17 +268,17 @@ class Router:
             raise
 
     def _follow(self, turn: Turn) -> tuple[int, int]:
-        """Takes a prompt into its session.
+        """Adds a prompt to its session.
 
         Returns:
-            Where its question begins, and where its first user message does; 0 if that is unknown.
+            The index at which its question begins, and that of its first user message, 0 if unknown.
         """
         known = turn.session.follow(turn.ids, turn.namespace)
         turns = occurrences(turn.ids, self.marker)
         return question_start(turn.ids, known, turns), int(turns[0]) if len(turns) else 0
 
     async def _prepare_pages(self, turn: Turn) -> Prepared:
-        """Plans a prompt, has its history computed where it is not, and chooses its pages."""
+        """Plans a prompt, has its history computed if necessary, and chooses pages of the history."""
         session, ids = turn.session, turn.ids
         async with session.planning:
             question, system = self._follow(turn)
@@ -285,13 +287,13 @@ class Router:
             try:
                 if planned.compute:
                     async with session.computing:
-                        planned = self._planned(turn, question)  # what went on in the background may have done it
+                        planned = self._planned(turn, question)  # a background task may have computed it meanwhile
                         if planned.compute:
                             await self.workers.compute(turn, ids[: planned.history], turn.obj.rid)
                 await embedding
             finally:
                 embedding.cancel()
-            index = await self.workers.embedded(turn, planned.history // PAGE_SIZE)  # the history may have grown
+            index = await self.workers.embedded(turn, planned.history // PAGE_SIZE)  # the history may be longer now
             choice, start = await self._choose_pages(turn, index, planned, question, system)
             inner = self._request(turn, planned, start)
             session.hot, session.history = planned.hot, planned.history
@@ -299,7 +301,7 @@ class Router:
         return Prepared(inner, functools.partial(self.workers.compute, turn, ids[: planned.history], turn.obj.rid))
 
     async def _prepare_episode(self, turn: Turn) -> Prepared | None:
-        """Builds the episode that a prompt asks for, unless it is built; None if there is nothing to fold yet."""
+        """Builds the episode nearest to a prompt, unless it exists; returns None if there is nothing to fold yet."""
         assert self.episodes is not None
         session = turn.session
         async with session.planning:
@@ -317,7 +319,7 @@ class Router:
 
     def _request(self, turn: Turn, planned: Plan, start: requests.Beginning) -> GenerateRequest:
         preferred = self.manager.preferred_sampling_params or {}
-        room = self.manager.context_len - planned.tokens - 2  # what the scheduler would leave a whole prompt
+        room = self.manager.context_len - planned.tokens - 2  # as much as the scheduler would leave for a whole prompt
         return requests.answer_request(turn.obj, turn.ids, planned, start, preferred, max(0, room))
 
     def _planned(self, turn: Turn, question: int) -> Plan:
@@ -328,11 +330,12 @@ class Router:
     async def _choose_pages(
         self, turn: Turn, index: PageIndex, planned: Plan, question: int, system: int
     ) -> tuple[Choice, requests.Beginning]:
-        """Pages of the history that are read, and the beginning of the request that reads them.
+        """Chooses the pages of the history to read, and builds the beginning of the request that reads them.
 
         Args:
-            index: of the history.
-            system: tokens before the first user message, which are read as far as there is room.
+            index: index of the history's pages.
+            question: index of the question's first token.
+            system: number of tokens before the first user message; as many as fit are always read.
         """
         (row,) = await self.workers.embed_question(turn.ids[question:])
         text = self.workers.text(turn.ids[question:])
@@ -348,7 +351,7 @@ class Router:
         return await asyncio.wrap_future(self.workers.thread.run(work))
 
     def _keep_tokens(self, turn: Turn, out: Output) -> None:
-        """Keeps the answer's tokens: a chunk has all so far, with --incremental-streaming-output the new ones only."""
+        """Keeps the answer's tokens. A chunk has all so far; with --incremental-streaming-output only the new ones."""
         ids = out.get("output_ids") or []
         if turn.obj.stream and self.manager.incremental_streaming_output:
             turn.output.extend(ids)
@@ -356,11 +359,11 @@ class Router:
             turn.output[:] = ids
 
     def _remember(self, turn: Turn, out: Output, whole: bool) -> None:
-        """Takes the answer into the session, and goes on with it in the background.
+        """Adds the answer to the session, and starts to prepare the next turn in the background.
 
         Args:
             out: the last chunk.
-            whole: the answer was computed with everything before it, so that it is history already.
+            whole: the answer was computed from the whole prompt, so its cached tokens are already history.
         """
         session = turn.session
         said = np.concatenate([turn.ids, np.asarray(turn.output, np.int32)])
@@ -368,28 +371,28 @@ class Router:
         reason = out["meta_info"]["finish_reason"]
         if isinstance(reason, dict) and reason.get("type") == "abort":
             return
-        if whole:  # the last token that was sampled has not been computed
+        if whole:  # the last sampled token has no keys and values yet
             session.computed(said[: (len(said) - 1) // PAGE_SIZE * PAGE_SIZE], turn.namespace)
         task = asyncio.ensure_future(self._prepare_next_turn(turn, said, compute=not whole and self.episodes is None))
         self.background.add(task)
         task.add_done_callback(self.background.discard)
 
     async def _prepare_next_turn(self, turn: Turn, said: np.ndarray, compute: bool) -> None:
-        """Computes and embeds what was said, so that the next turn finds it."""
+        """Computes and embeds the conversation so far, so that the next turn finds it prepared."""
         session = turn.session
         after = Turn(turn.send, turn.obj, None, session, said, turn.namespace, turn.delivery, index=turn.index)
         try:
             with self.store.preparing(session):
                 if compute:
                     async with session.computing:
-                        ready = session.said(said, turn.namespace) // PAGE_SIZE * PAGE_SIZE  # it may have been edited
+                        ready = session.said(said, turn.namespace) // PAGE_SIZE * PAGE_SIZE  # less after an edit
                         if session.exact_of(said, turn.namespace) < ready and self.store.holds(session):
                             await self.workers.compute(after, said[:ready], None)
                 if self.store.holds(session):
                     await self.workers.embedded(after, len(said) // PAGE_SIZE)
         except asyncio.CancelledError:
             raise
-        except Exception as error:  # the next turn does it itself, and reports what is wrong
+        except Exception as error:  # the next turn does this work itself, and reports the problem
             logger.warning("kv-quant: preparing session %r for its next turn failed: %s", session.id, error)
         finally:
             self._show_state()

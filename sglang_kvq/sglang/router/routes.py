@@ -1,6 +1,6 @@
-"""``/v1/sessions``: what is known of a tenant's sessions, and forgetting them.
+"""``/v1/sessions``: routes that list, describe and delete a tenant's sessions.
 
-Registered before SGLang sets its middleware up, so that API keys apply as to any other route.
+They are registered before SGLang sets up its middleware, so that API keys protect them like any other route.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def before_http_server(
     *args: Any,
     **kwargs: Any,
 ) -> None:
-    """BEFORE ``http_server._setup_and_run_http_server``."""
+    """BEFORE ``http_server._setup_and_run_http_server``: registers the routes."""
     config = config_of(server_args)
     if config is None or config.episodic is None:
         return
@@ -42,10 +42,10 @@ def before_http_server(
 
 
 def routes(manager: TokenizerManager, config: KVQuantConfig, token_bytes: tuple[float, float]) -> Any:
-    """A ``fastapi.APIRouter``.
+    """Builds the routes, a ``fastapi.APIRouter``.
 
     Args:
-        token_bytes: of all workers together, quantized and in BF16.
+        token_bytes: bytes of a token, quantized and in BF16, on all workers together.
     """
     from fastapi import APIRouter
     from fastapi.responses import JSONResponse
@@ -63,7 +63,7 @@ def routes(manager: TokenizerManager, config: KVQuantConfig, token_bytes: tuple[
         return JSONResponse({"object": "error", "message": str(error), "type": kind, "code": code}, code)
 
     def of_tenant(request: Any, found: Callable[[str], Any]) -> Any:
-        """Returns what is found for the request's tenant, or an error with the reason."""
+        """Returns ``found(tenant)`` for the request's tenant, or an error response with the reason."""
         try:
             tenant = tenant_of(request, router.episodic.tenant_header)
         except KVQuantError as problem:
@@ -73,7 +73,7 @@ def routes(manager: TokenizerManager, config: KVQuantConfig, token_bytes: tuple[
         except KVQuantError as problem:
             return error(problem, "NotFound", 404)
 
-    # Annotations that FastAPI can resolve: this module's are strings, and Request is known in here only.
+    # Annotations in this module are strings, and FastAPI cannot resolve the local name Request. So they are set below.
     async def every(request: Any) -> Any:
         return of_tenant(
             request, lambda tenant: {"object": "list", "data": [answer(session) for session in store.of(tenant)]}
@@ -98,11 +98,12 @@ def routes(manager: TokenizerManager, config: KVQuantConfig, token_bytes: tuple[
 
 
 def describe(session: Session, config: KVQuantConfig, token_bytes: tuple[float, float]) -> dict[str, Any]:
-    """A session in plain values, for JSON.
+    """Returns a session in plain values, for JSON.
 
-    ``hot_bytes`` is what the last request read when its answer began; ``total_bytes`` is with the rest of the history,
-    as far as it was computed, which SGLang may have evicted since. ``state_bytes`` is memory of the process that serves
-    HTTP, of all branches; ``history_tokens`` and what is said of them are of the branch that was used last.
+    ``hot_bytes`` counts the bytes that the last request read when its answer began. ``total_bytes`` adds the computed
+    history, which SGLang may have evicted since. ``state_bytes`` is the memory of all branches in the process that
+    serves HTTP. ``history_tokens``, ``computed_tokens``, ``embedded_pages`` and ``episodes`` describe the branch that
+    was used last.
     """
     (quantized, bf16), branch = token_bytes, session.latest
     window = min(session.hot, config.slots_per_request * PAGE_SIZE)

@@ -1,4 +1,4 @@
-"""One prompt of a session on its way, and what SGLang and the embedder do for it."""
+"""The state of one prompt of a session while it is served, and the work that SGLang and the embedder do for it."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ Outputs: TypeAlias = AsyncGenerator[Output, None]
 
 @dataclass
 class Turn:
-    """One prompt of a session on its way.
+    """One prompt of a session while it is served.
 
     Attributes:
-        send: ``TokenizerManager.generate_request`` itself.
+        send: SGLang's ``TokenizerManager.generate_request``.
         obj: the client's request, normalized.
-        ids: int32, its prompt.
-        delivery: what the client has of its answer.
-        computed: tokens that were computed for it before its own request.
-        output: of its answer.
-        index: of its first pages, as far as they are known or were embedded for it.
+        ids: int32, tokens of its prompt.
+        delivery: the part of the answer that the client has.
+        computed: tokens that other inner requests computed for this prompt.
+        output: tokens of the answer.
+        index: index of the prompt's first pages, as far as they are embedded.
     """
 
     send: Original
@@ -53,10 +53,11 @@ class Turn:
 
 
 class Workers:
-    """Requests that SGLang computes, texts of tokens, and their embeddings: the work that answers wait for.
+    """Work for which answers wait: requests that SGLang computes, texts of tokens, and their embeddings.
 
     Attributes:
-        preparing: ids of requests that are looked at; aborted: those of them that were aborted meanwhile.
+        preparing: ids of requests that are being prepared.
+        aborted: ids in ``preparing`` whose requests were aborted meanwhile.
     """
 
     def __init__(self, manager: TokenizerManager, store: SessionStore, embedder: Embedder, metrics: NoMetrics) -> None:
@@ -67,10 +68,10 @@ class Workers:
 
     @contextmanager
     def abortable(self, rid: str) -> Iterator[None]:
-        """While nothing is sent under a request's id, in which SGLang would not notice its abort.
+        """Notices the abort of a request while the body prepares it, when SGLang has no request with this id yet.
 
         Raises:
-            answers.Ended: at the end, if it was aborted meanwhile.
+            answers.Ended: after the body, if the request was aborted meanwhile.
         """
         self.preparing.add(rid)
         try:
@@ -83,7 +84,7 @@ class Workers:
             raise answers.aborted("Abort before its answer began")
 
     async def sent(self, turn: Turn, inner: GenerateRequest) -> Outputs:
-        """Yields SGLang's answer to a request; aborts the request if it is left before its end."""
+        """Yields SGLang's answer to a request; aborts the request if the caller stops before the answer ends."""
         outputs = turn.send(inner, turn.request)
         ended = False
         try:
@@ -94,19 +95,21 @@ class Workers:
                 yield out
         finally:
             state = self.manager.rid_to_state.get(inner.rid)
-            if not ended and state is not None and state.obj is inner:  # another may have the same id
+            if not ended and state is not None and state.obj is inner:  # another request may have the same id
                 self.manager.abort_request(inner.rid)
             await outputs.aclose()
 
     async def compute(self, turn: Turn, history: np.ndarray, rid: str | None) -> None:
-        """Has a history computed, or found in SGLang's cache.
+        """Has SGLang compute a history, as far as it is not cached.
 
         Args:
-            rid: the client's request id where it waits for this: aborting it aborts this. None: an own one.
+            rid: id of the client's request if it waits for this work, so that its abort also ends this work. None: a
+                new id.
 
         Raises:
-            ValueError: SGLang refuses it.
-            Ended: it was aborted.
+            ValueError: SGLang refuses the request.
+            KVQuantError: the request ended without a reason.
+            Ended: the request was aborted.
         """
         tokens = await requests.token_array(history)
         inner = requests.compute_request(turn.obj, tokens, turn.namespace, rid)
@@ -123,7 +126,7 @@ class Workers:
         turn.session.computed(history, turn.namespace)
 
     async def embedded(self, turn: Turn, pages: int) -> PageIndex:
-        """An index of the first ``pages`` of a prompt; what its session does not know is embedded."""
+        """Returns an index of a prompt's first ``pages`` pages; embeds the pages that its session does not know."""
         session, ids, size = turn.session, turn.ids, PAGE_SIZE
         known = session.index_of(ids)
         turn.index = max(turn.index, known, key=len)
@@ -134,12 +137,12 @@ class Workers:
             turn.index.add(new)
             session.learn(ids, turn.index)
             self.store.weigh(session)
-            # Another request of this session may be ahead.
+            # Another request of this session may have embedded more pages meanwhile.
             turn.index = max(turn.index, session.index_of(ids), key=len)
         return turn.index.first(pages)
 
     async def embed_question(self, ids: np.ndarray) -> np.ndarray:
-        """Float32 ``[1, D]``, of length 1."""
+        """Returns the embedding of a question, float32 ``[1, D]``, of length 1."""
         return await asyncio.wrap_future(self.thread.question(self.text(ids)))
 
     def text(self, ids: np.ndarray) -> str:
