@@ -1,6 +1,4 @@
-"""The definition of scores agrees with the oracle of benchmarks/research/episodes and with loops over single
-queries.
-"""
+"""Scores agree with the oracle of benchmarks/research/episodes, and with loops over single queries."""
 
 from __future__ import annotations
 

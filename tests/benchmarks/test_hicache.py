@@ -16,9 +16,7 @@ PROMPT = list(range(LENGTH + hicache.TURN))
 
 
 class FakeServer:
-    """A server that takes its answers' cache places from ``places`` in order; ``shift`` changes log-probabilities by
-    place.
-    """
+    """A server that takes cache places from ``places`` in order; ``shift`` changes log-probabilities by place."""
 
     def __init__(self, *places: tuple[str, int], shift: dict[str, float] | None = None) -> None:
         self.places, self.shift, self.asked = list(places), shift or {}, []
@@ -53,9 +51,7 @@ def test_answers_are_compared_with_pages_that_stayed():
 
 
 def test_prompts_that_take_room_are_new_each_time():
-    """Prompts that evict others are new each time: pages from files have no BF16 copies, so a repeated prompt takes
-    none.
-    """
+    """Prompts that evict others are new each time, because pages from files would take no BF16 copies."""
     asked = asking(*[(place, LENGTH) for place in ("device", "device", "host", "storage")] * 2)
     for turn in range(2):
         asked.row(PROMPT, turn)

@@ -22,9 +22,7 @@ SCALE = replace(soak.CPU, pause=0.4, calibration=12, clients=4, wait=0.01, longe
 
 
 class FakeServer:
-    """A server whose log-probabilities depend only on the tokens before them: two servers agree unless one is made
-    wrong.
-    """
+    """A server whose log-probabilities depend only on earlier tokens, so that two agree unless one is wrong."""
 
     def __init__(self, wrong_every: int = 0, held: tuple[str, ...] = ()) -> None:
         self.wrong_every, self.held, self.count, self.lock = wrong_every, list(held), 0, threading.Lock()

@@ -272,9 +272,7 @@ def test_a_piece_reads_sinks_and_recent_tokens_exactly_and_the_rest_from_records
     assert window == 5 * P
 
     def second(first: int) -> float:
-        """Returns the largest difference between a page computed as a second piece and the same page computed at
-        once.
-        """
+        """Returns the largest difference between a page computed as a second piece and computed at once."""
         layers = zip(reference.in_pieces(tokens, [first, P, 7 * P - first]), at_once)
         page = slice(first, first + P)
         return max((a - b)[:, :, page].abs().max().item() for pair in layers for a, b in zip(*pair))

@@ -193,9 +193,7 @@ def streaming() -> Iterator[str]:
 
 
 def test_benchmark_of_several_loads(streaming: str, tmp_path: Path) -> None:
-    """For two loads at once, our figures equal those that the benchmark prints, and prompts have the requested
-    lengths.
-    """
+    """For two loads at once, our figures equal the benchmark's, and prompts have the requested lengths."""
     tokenizer = write_tokenizer(tmp_path / "tokenizer", 512)
     loads = [LOAD.arguments(1), Load(2, 2, 30, 5, turns=3, shared=20, group=2).arguments(2)]
     with Sampler(streaming) as sampler:

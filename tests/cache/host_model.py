@@ -92,9 +92,7 @@ class Host:
                 self.drop(longer)
 
     def load(self, request: Request) -> None:
-        """Gives a request that has just started pages for the part of its prompt that only the host has, and queues the
-        load.
-        """
+        """Gives a new request pages for the part of its prompt that only the host has, and queues the load."""
         model, begin = self.model, request.stored
         keys = []
         for end in range(begin + P, len(request.tokens), P):
@@ -193,8 +191,7 @@ class Host:
         self.wait([copy for copy in self.loading if sources & set(copy.pages)])
 
     def offers(self, pages: list[int]) -> bool:
-        """Returns whether these pages of the tree may be copied or folded. If their load is still queued, it is
-        submitted first.
+        """Returns whether these pages may be copied or folded; submits their load first if it is queued.
 
         The scheduler may treat a load in progress like missing room, or leave the waiting to the plan.
         """
@@ -239,9 +236,7 @@ class Host:
             self.drop(key)
 
     def check(self, key: Key) -> None:
-        """Checks that the host page of a prefix holds the record of its last 64 tokens, and that the row's tail is
-        untouched.
-        """
+        """Checks that a prefix's host page holds the record of its last 64 tokens, and nothing after it."""
         got, size = self.rows[self.held[key]], self.layout.page_bytes
         assert torch.equal(got[:size], self.record(key)), f"the host holds another page for {len(key) // P} pages"
         assert (got[size:] == POISON).all()

@@ -48,9 +48,7 @@ PLANES = PlaneFormat(64, PlaneCode((4, 3, 1, 0)), PlaneCode((3, 2, 2, 1)))
 
 
 def row_indices(tokens: list[int], known: list[int]) -> list[int]:
-    """Returns each token's index into ``TABLE``, given all tokens before it; ``known`` holds the indices of a
-    prefix.
-    """
+    """Returns each token's index into ``TABLE``, given all tokens before; ``known`` holds those of a prefix."""
     state = known[-1] if known else 17
     for token in tokens[len(known) :]:
         state = (state * 31 + token + 7) % len(TABLE)
@@ -75,16 +73,12 @@ class Request:
         return -(-max(self.stored, self.reserved) // P)
 
     def pages_wanted(self, drafts: int) -> int:
-        """Returns the pages that SGLang adds to the row for a step: a round of drafts beyond what the scheduler
-        knows.
-        """
+        """Returns how many pages SGLang adds for a step: a round of drafts beyond what the scheduler knows."""
         ahead = self.stored + 1 if drafts == 1 else self.stored - self.unknown + 2 * drafts
         return max(-(-ahead // P) - self.held, 0)
 
     def drafted(self, drafts: list[int]) -> torch.Tensor:
-        """Returns keys and values like ``expected``, for the first token after those stored and for these drafts after
-        it.
-        """
+        """Returns keys and values like ``expected``, for the first token not stored and these drafts after it."""
         path = self.tokens[: self.stored + 1] + drafts
         indices = row_indices(path, self.indices[: self.stored])
         return TABLE[torch.tensor(indices[self.stored :], dtype=torch.int64)]
@@ -198,9 +192,7 @@ class Model:
         return taken
 
     def divide(self, count: int) -> bool:
-        """Divides the shared memory so that ``count`` more pages fit; False if there is not enough room for BF16 pages
-        then.
-        """
+        """Divides the shared memory so that ``count`` more pages fit; False if BF16 pages then lack room."""
         used, rows, before = self.pages - len(self.free), len(self.running), self.split.first_slot
         self.evict(self.split.excess(used + count, rows))
         used = self.pages - len(self.free)
@@ -249,8 +241,7 @@ class Model:
         return request
 
     def select(self, source: tuple[int, ...], chosen: list[int], tail: list[int]) -> Request | None:
-        """Starts a request with copies of some whole pages of a prefix in the tree, under tokens that nothing else
-        uses.
+        """Starts a request with copies of whole pages of a prefix in the tree, under tokens of their own.
 
         Returns None if there is no room, or if the prefix had to be evicted.
         """
@@ -274,8 +265,7 @@ class Model:
         return self.start(names + tail)
 
     def fold(self, request: Request, chosen: list[int], publish: bool, length: int | None = None) -> list[int] | None:
-        """Ends a request and keeps chosen tokens of its whole pages as a prefix in the tree, under tokens that nothing
-        else uses.
+        """Ends a request and keeps chosen tokens of its whole pages as a prefix in the tree, under new tokens.
 
         Without room the request only ends. Returns the tokens that name the prefix, or None.
         """
@@ -448,9 +438,7 @@ class Model:
     # -- batches in flight ----------------------------------------------------------------------------
 
     def fly(self, layers: Callable[[], None]) -> bool:
-        """Launches a batch whose plan has run; its layers run when the next batch is launched, or now without
-        ``overlap``.
-        """
+        """Launches a batch whose plan has run; its layers run at the next launch, or now without ``overlap``."""
         self.flying = layers
         if not self.overlap:
             self.land()
@@ -470,9 +458,7 @@ class Model:
             self.host.happen()
 
     def before_plan(self) -> list[Copy]:
-        """Waits for loads that the plan itself reads. Returns the loads still in progress, for which a prefill's layers
-        wait.
-        """
+        """Waits for loads that the plan itself reads. Returns other loads, for which a prefill's layers wait."""
         if self.host is None:
             return []
         self.host.before_plan()
@@ -529,8 +515,7 @@ class Model:
     # -- the oracle -----------------------------------------------------------------------------------
 
     def read(self, request: Request, length: int, after: int, own: torch.Tensor | None = None) -> Callable[[], None]:
-        """Returns a check for when the layers run: the request reads exactly what its first ``length`` tokens
-        determine.
+        """Returns a check, for when the layers run, that the request reads exactly its first ``length`` tokens.
 
         ``after`` counts the tokens stored once the batch has run; ``own`` holds tokens that the batch writes first and
         then also reads.
@@ -580,9 +565,7 @@ class Model:
         return TABLE[torch.tensor(states[-P:], dtype=torch.int64)].permute(1, 0, 2)
 
     def check_reach(self, row: int, length: int, more: int) -> None:
-        """Checks that a prefill's history ends as early as BF16 pages allow, at most ``more`` pages before its
-        window.
-        """
+        """Checks that a prefill's history ends as early as BF16 pages allow, at most ``more`` pages early."""
         lost = (self.pool.page_slot[self.pool.row_pages[row, : -(-length // P)].long()] < 0).tolist()
         window = max(length // P - self.recent_pages, self.sink_pages)
         earliest = max(length // P - self.recent_pages - more, self.sink_pages)
@@ -593,8 +576,7 @@ class Model:
         self.reached += max(window - max(end, self.sink_pages), 0)
 
     def check_sink_tokens(self, requests: Sequence[Request]) -> None:
-        """Checks invariant 12 after a plan for these requests: a first token is in a BF16 copy or kept, while entries
-        suffice.
+        """Checks invariant 12 after a plan: a first token is in a BF16 copy or, while entries suffice, kept.
 
         Pages compete for entries if they were idle before the plan or are now: an entry freed by a restored page is
         available only to the next plan.

@@ -23,9 +23,7 @@ def random_model(rng: random.Random, overlap: bool = True, **more) -> Model:
 
 
 def shared_model(rng: random.Random, **more) -> Model:
-    """Returns a model with one shared memory, in which the pages of a few requests leave little for BF16 pages, or vice
-    versa.
-    """
+    """Returns a model whose shared memory is nearly filled by the pages of a few requests, or by BF16 pages."""
     rows, recent = more.pop("rows", rng.randint(2, 5)), more.pop("recent", rng.randint(1, 4))
     sinks, kept = more.pop("sinks", rng.randint(0, 2)), more.pop("kept", rng.randint(0, recent))
     # A batch writes the windows of some requests, each of which may resume in the middle of a page.
@@ -36,9 +34,7 @@ def shared_model(rng: random.Random, **more) -> Model:
 
 
 def soft_model(rng: random.Random, drafts: int = 1, **more) -> Model:
-    """Returns a model with room for what rows must keep and for one request's prefill, which takes others' recent
-    pages.
-    """
+    """Returns a model in which one request's prefill must take recent pages of other rows."""
     rows, sinks, recent = rng.randint(3, 5), rng.randint(0, 1), rng.randint(3, 5)
     kept = rng.randint(0, 1)
     # Drafts may span two pages, and a row that a prefill resumes in the middle of a page needs one more.
@@ -155,8 +151,7 @@ class Driver:
         self.model.leave(request, publish, self.end(request))
 
     def end(self, request: Request) -> int:
-        """Returns how many tokens count for a request that leaves. The next step already runs then; its tokens do not
-        count.
+        """Returns the tokens of a request that leaves, without those of the step that already runs.
 
         The request may end anywhere among the drafts that the step before accepted.
         """
@@ -253,9 +248,7 @@ class Returning(Driver):
 
 
 def crowd(model: Model, rng: random.Random, turns: int, drafts: int = 1) -> None:
-    """Fills every row with a request of some pages; one request at a time leaves and another begins. Ends with nothing
-    held.
-    """
+    """Fills every row with a request; one leaves and another begins in each turn. Ends with nothing held."""
     driver = Driver(model, rng, drafts=drafts)
     for _ in range(turns):
         while model.free_rows:
@@ -272,8 +265,7 @@ def crowd(model: Model, rng: random.Random, turns: int, drafts: int = 1) -> None
 
 
 def converse(model: Model, rng: random.Random, turns: int) -> None:
-    """Runs more conversations than BF16 pages allow. Each one idles, loses its sinks, and later begins where it
-    stopped.
+    """Runs more conversations than BF16 pages allow: each idles, loses its sinks, and later goes on.
 
     Some go on twice at once, from copies of their own pages or as a fold; some are evicted. Ends with nothing held.
     """

@@ -23,9 +23,7 @@ CHANNEL = PageFormat(64, 64, k=CodeFormat(axis="channel"))
 
 
 def formats_of(head_dim: int) -> dict[str, RecordFormat]:
-    """Returns formats with every width and statistic, equal or different for keys and values, small groups, and planes
-    with every kind of cell.
-    """
+    """Returns formats with every width and statistic, small groups, and planes with every kind of cell."""
     group = min(head_dim, 128)
     sphere, moments = CodeFormat(3, "sphere", "norm"), CodeFormat(4, "lloyd-max", "moments")
     return {
@@ -80,9 +78,7 @@ def test_tokens_and_back_is_every_bit_of_a_record(kind, head_dim):
 
 @each(kind=formats_of(64).keys(), head_dim=HEAD_DIMS)
 def test_moved_tokens_are_what_they_would_be_quantized_there(kind, head_dim):
-    """Folding gives the same bytes as quantizing the chosen tokens directly. Layers of one layout choose different
-    tokens.
-    """
+    """Folding gives the same bytes as quantizing the chosen tokens directly; layers choose different tokens."""
     format = formats_of(head_dim)[kind]
     pool = pool_of([format] * 2)
     source, target = torch.tensor([7, 2, 9, 4]), torch.tensor([5, 1, 8])

@@ -39,9 +39,7 @@ def run(seed: int, write_back: bool, overlap: bool, events: int = 80, drafts: in
 @pytest.mark.parametrize("write_back", POLICIES.values(), ids=POLICIES)
 @pytest.mark.parametrize("overlap", OVERLAP.values(), ids=OVERLAP)
 def test_random_schedules(overlap, write_back):
-    """Loads and backups overlap with copies, folds, evictions, flushes, and requests that leave before their load is
-    done.
-    """
+    """Loads and backups overlap with copies, folds, evictions, flushes, and requests that leave early."""
     seed = {(False, False): 700, (True, False): 702, (False, True): 703, (True, True): 707}[overlap, write_back]
     model = run(seed, write_back, overlap)
     assert model.host.loads > 30 and model.host.backups > 30

@@ -17,9 +17,7 @@ def ids(*pages: int) -> torch.Tensor:
 
 
 def started(**more) -> tuple[Model, Request, torch.Tensor]:
-    """Returns a model with a published request of five and a half pages; its sink and two recent pages are only in
-    BF16.
-    """
+    """Returns a published request of five and a half pages; its sink and two recent pages are only in BF16."""
     m = model(**more)
     request = prefill(m, list(range(5 * P + 30)))
     pages = ids(*m.row_pages(request, 5 * P))

@@ -29,9 +29,7 @@ def parts(budget: float, needs: RequestNeeds, wanted: int | None = None) -> tupl
 
 
 def test_a_request_keeps_the_tokens_it_would_have_in_bf16():
-    """At SGLang's ratio, BF16 runs 84 requests with 17 thousand tokens each; here more run, with no fewer tokens
-    each.
-    """
+    """SGLang's ratio allows 84 BF16 requests with 17 thousand tokens each; here more run, with no fewer."""
     budget, request = 64 * GIB, QWEN3_NEXT.states * QWEN3_NEXT.state_bytes
     bf16_states = budget * SGLANG_RATIO / (1 + SGLANG_RATIO)
     bf16_requests = int(bf16_states / request)
@@ -87,9 +85,7 @@ def test_nothing_to_divide():
 
 @pytest.mark.parametrize("wanted", [8, 48, 1000])
 def test_drafts_are_counted_for_those_that_run(wanted):
-    """SGLang derives the number of states as if every state had drafts, but then allocates drafts only for running
-    requests.
-    """
+    """SGLang sizes states as if all had drafts, but then allocates drafts only for running requests."""
     budget, needs = 64 * GIB, replace(QWEN3_NEXT, states=5 + 4, drafts=4)
     share = share_states(budget, needs, wanted)
     told = budget * share.ratio / (1 + share.ratio)

@@ -14,9 +14,7 @@ PAGES = 9
 
 
 class Rows:
-    """Three rows of nine pages each, with one sink page and three recent pages; page i of row r is 9 (r - 1) + i +
-    1.
-    """
+    """Three rows of nine pages, with a sink page and three recent ones; row r's page i is 9 (r - 1) + i + 1."""
 
     def __init__(self, slots: int, **more: int) -> None:
         ids = torch.arange(3 * PAGES).view(3, PAGES) + 1

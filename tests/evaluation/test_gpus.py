@@ -22,9 +22,7 @@ from tests.evaluation.test_runner import no_hub, rows, words  # noqa: F401  (a f
 
 
 class Host:
-    """Replaces ``EvaluatedServer`` with servers in this process; records which GPU each used, and how many ran at
-    once.
-    """
+    """Replaces ``EvaluatedServer`` with servers in this process; records which GPUs were used at once."""
 
     def __init__(self, seconds: float = 0.05) -> None:
         self.seconds, self.lock = seconds, threading.Lock()

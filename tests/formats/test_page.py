@@ -66,9 +66,7 @@ def counted(*shape: int, seed: int) -> torch.Tensor:
     ],
 )
 def test_int2_records_keep_their_bytes(head_dim, group, clip_k, clip_v, digest):
-    """The first release's records keep their digests, because kernels read these bytes and caches on disk may hold
-    them.
-    """
+    """The first release's records keep their bytes: kernels read them, and caches on disk may hold them."""
     fmt = PageFormat(head_dim, group, clip_k, clip_v)
     records = fmt.quantize_pages(counted(2, PAGE_SIZE, head_dim, seed=1), counted(2, PAGE_SIZE, head_dim, seed=2))
     assert hashlib.sha256(records.numpy().tobytes()).hexdigest()[:16] == digest
@@ -122,9 +120,7 @@ def test_parts_lie_without_gaps_and_aligned(pair, head_dim, group):
 
 
 def test_a_channels_scale_is_of_its_run_of_tokens():
-    """Tokens of one run do not affect another run: changed keys of the first half change only its own scales and
-    codes.
-    """
+    """Tokens of one run do not affect another run's records."""
     fmt = PageFormat(128, 32, k=CodeFormat(axis="channel"), v=CodeFormat(), run=32)
     k, v = rows(PAGE_SIZE, 128), rows(PAGE_SIZE, 128, seed=1)
     before = fmt.dequantize_pages(fmt.quantize_pages(k, v))[0]
@@ -207,9 +203,7 @@ def test_allocated_bits_of_other_codes(head_dim, group, run, pair, bits):
 
 
 def test_gaussian_error_is_the_published_one():
-    """Uniform levels clipped at 0.96 / 0.92 / 0.88 leave 0.156 / 0.127 / 0.118 of a Gaussian's power, as OSCAR
-    reports.
-    """
+    """OSCAR: uniform levels clipped at 0.96 / 0.92 / 0.88 leave 0.156 / 0.127 / 0.118 of a Gaussian's power."""
     x = rows(20000, 128)
     for ratio, expected in ((0.96, 0.156), (0.92, 0.127), (0.88, 0.118)):
         back = dequantize_rows(*quantize_rows(x, 128, clip_rank(128, ratio)))

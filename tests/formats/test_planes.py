@@ -160,9 +160,7 @@ def test_rows_above_all_gains():
 
 @pytest.mark.parametrize("widths", WIDTHS, ids=str)
 def test_rows_that_no_gain_reaches_are_stored_as_zeros(widths):
-    """Rows from a gain of 2^19 on are stored as zeros, and so are rows with an infinity or NaN of any sign in a coded
-    plane.
-    """
+    """Rows from a gain of 2^19 on, or with an infinity or NaN in a coded plane, are stored as zeros."""
     code, x = PlaneCode(widths), torch.randn(10, 64)  # enough rows for vector code, whose amax makes other NaNs
     largest = 2.0 ** (widths[0] - 1) * 2.0**19
     nan = torch.tensor([0x7FC00000, -0x400000, 0x7F800001, 0x7FFFFFFF], dtype=torch.int32).view(torch.float32)

@@ -162,9 +162,7 @@ def test_turboquant_distortion_is_within_its_bound(bits, d):
 
 @pytest.mark.parametrize("bits", [2, 4])
 def test_kivi_error_per_channel_is_within_its_bound(bits):
-    """arXiv 2402.02750: rounding to nearest over a channel's range errs by half a step, whatever other channels
-    hold.
-    """
+    """arXiv 2402.02750: rounding over a channel's range errs by half a step, whatever other channels hold."""
     x = rows(64, 128).float()
     x[:, 7] = x[:, 7] * 0.5 + 40  # an outlier channel, as keys have
     x = x.bfloat16()

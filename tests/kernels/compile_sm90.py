@@ -98,9 +98,7 @@ def begin(scene: str) -> None:
 
 
 def type_of(value: object, general: bool = False) -> str | tuple:
-    """Returns the signature entry of a launch argument; ``general`` turns Triton's specialization of the value 1
-    off.
-    """
+    """Returns the signature entry of a launch argument; ``general`` does not specialize the value 1."""
     if isinstance(value, torch.Tensor):
         return TYPES[value.dtype]
     if isinstance(value, tuple):
@@ -125,8 +123,7 @@ def leaves(value: object, path: tuple[int, ...]) -> Iterator[tuple[tuple[int, ..
 
 
 def check_operands(name: str, ttgir: str) -> None:
-    """Checks that no operand of ``mma`` is laid out for more columns than it has: four lanes share a row, kWidth
-    columns each.
+    """Checks that no operand of ``mma`` is laid out for more columns than it has: 4 lanes share a row.
 
     Triton 3.6 does this to byte codes that are joined before their product. The product is then wrong, but only on a
     GPU.
@@ -145,9 +142,7 @@ def check_vectors(name: str, ptx: str) -> None:
 
 
 def check_occupancy(name: str, registers: int, shared: int, warps: int, planned: int) -> None:
-    """Checks that an SM holds as many programs as the plan assumes; otherwise the remaining programs wait for a second
-    wave.
-    """
+    """Checks that an SM holds as many programs as the plan assumes; else some wait for a second wave."""
     by_registers = SM_REGISTERS // (-(-registers // 8) * 8 * 32 * warps)
     by_memory = SM_BYTES // (shared + PROGRAM_BYTES)
     assert min(by_registers, by_memory) >= planned, (
@@ -378,9 +373,7 @@ def planes(all_of_them: bool) -> None:
 
 
 def launches(all_of_them: bool) -> None:
-    """Compiles decoding with the launches that serve it, for every geometry and for widths from the widest to the
-    narrowest.
-    """
+    """Compiles decoding with the launches that serve it, for every geometry and widths from wide to narrow."""
     for (head_dim, group, kv_heads), kind in product(DECODED, (None, *PRODUCTION)) if all_of_them else SOME_DECODED:
         heads = scenes.Heads(head_dim, min(head_dim, 128), kv_heads, group)
         begin(f"as launched, {kind or 'two bits'}, {heads}")

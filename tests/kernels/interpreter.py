@@ -35,8 +35,7 @@ def speed_up() -> None:
 
 
 def _once_per_launch(patch: Any) -> Any:
-    """Returns Triton's function that patches the modules which a function sees, but runs it only once until they are
-    restored.
+    """Returns Triton's function that patches the modules a function sees, but only until they are restored.
 
     The scope of a kernel restores the modules when its launch ends. Triton drops the scopes of device functions.
     """

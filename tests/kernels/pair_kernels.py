@@ -14,9 +14,7 @@ def round_down(out, bound):
 
 @triton.jit
 def compare(above, at_least, x, bound, edge, PACKED: tl.constexpr):
-    """Counts, for each row, the numbers above the bound and the magnitudes of at least the edge; stores both as
-    float32.
-    """
+    """Counts each row's numbers above the bound, and its magnitudes of at least the edge, as float32."""
     row = tl.program_id(0)
     x = tl.load(x + row * 64 + tl.arange(0, 64))[None, :]
     size, one = pairs.magnitudes(x), tl.arange(0, 1)

@@ -148,8 +148,7 @@ def make_scene(
     formats: Sequence[RecordFormat] | None = None,
     shared: bool = False,
 ) -> Scene:
-    """Returns a scene with requests of the given lengths (0: a padding row) on shuffled pages; ``margin`` pages stay
-    free.
+    """Returns requests of the given lengths (0: a padding row) on shuffled pages; ``margin`` pages stay free.
 
     ``formats`` has one format per layer; by default ``LAYERS`` layers have the format of ``heads``.
 
@@ -204,8 +203,9 @@ def make_scene(
 
 
 def rotations(kind: str, heads: Heads) -> LayerRotations:
-    """Returns random orthogonal matrices for ``shared``, ``per-head``, ``keys-only`` or ``identity``; for ``balanced``,
-    those of keys are not orthogonal.
+    """Returns random orthogonal matrices; for ``balanced``, those of keys are not orthogonal.
+
+    kind: ``shared``, ``per-head``, ``keys-only``, ``identity`` or ``balanced``.
     """
     if kind == "identity":
         return LayerRotations()
@@ -223,9 +223,7 @@ def rotations(kind: str, heads: Heads) -> LayerRotations:
 
 
 def assert_close(label: str, got: torch.Tensor, want: torch.Tensor, bound: float) -> None:
-    """Checks the relative error in the 2-norm, of the whole tensor and of the worst row ``[..., D]`` (eight times the
-    bound).
-    """
+    """Checks the relative error in the 2-norm, of all and of the worst row ``[..., D]`` (8 times the bound)."""
     assert got.shape == want.shape and got.dtype == want.dtype, f"{label}: {got.shape} {got.dtype}"
     got, want = got.double(), want.double()
     assert not got.isnan().any(), f"{label}: NaN in {got.isnan().any(-1).nonzero().tolist()[:8]}"

@@ -1,6 +1,4 @@
-"""The compiler accepts every kernel for sm_90. The interpreter, which other tests use on a CPU, accepts more
-programs.
-"""
+"""The compiler accepts every kernel for sm_90; the interpreter, which other tests use, accepts more."""
 
 import os
 import re

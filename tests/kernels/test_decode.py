@@ -42,8 +42,9 @@ def exact(scene: Scene, layer: int, q: torch.Tensor) -> torch.Tensor:
 
 
 def half_a_bit(scene: Scene, layer: int, q: torch.Tensor) -> float:
-    """Returns the relative change of the result if each query element moves by half of BF16's last bit: large if big
-    scores tie.
+    """Returns the relative change of the result if each query moves by half of BF16's last bit.
+
+    The change is large if large scores nearly tie.
     """
     want = exact(scene, layer, q)
     nudged = exact(scene, layer, q.double() * (1 + 2.0**-9 * torch.randn(q.shape, device=q.device).sign()))
@@ -116,9 +117,7 @@ def test_products_in_fp16_keep_what_fp16_cannot_hold(kind, pages):
 
 
 def scale_pages(scene: Scene, start: int, end: int, factor: torch.Tensor) -> None:
-    """Multiplies the FP16 numbers in bytes ``start`` to ``end`` of the first request's pages in layer 0, by one factor
-    per page.
-    """
+    """Multiplies FP16 numbers in bytes ``start`` to ``end`` of the first request's pages by a factor per page."""
     records, ids = scene.pool.records[0], scene.pool.row_pages[1, : len(factor)].long()
     halves = records[ids, :, start:end].view(torch.float16)
     records[ids, :, start:end] = (halves.float() * factor.to(halves.device)[:, None, None]).half().view(torch.uint8)

@@ -98,9 +98,7 @@ def test_what_is_plain_at_any_geometry(geometry):
 
 
 def test_requests_of_unequal_length():
-    """One long conversation with many short ones costs at least as much as alone, and far less than sixteen long
-    ones.
-    """
+    """One long conversation with many short ones costs at least as much as alone, and far less than 16 long ones."""
     prefix, new = [131072, *[2048] * 15], [128, *[16] * 15]
     for us in (H200.direct_us, lambda *x: H200.dequantized_us(*x, CAPACITY)):
         both, alone = us(prefix, new, QWEN), us(prefix[:1], new[:1], QWEN)

@@ -176,8 +176,9 @@ def test_layers_share_a_plan_if_they_divide_a_batch_alike():
 
 @each(head_dim=HEAD_DIMS, size=[200.0, 6e4, 3e38], kind=["centred-4", "centred-lloyd-max", "centred-sphere"])
 def test_channels_of_any_mean(kind, head_dim, size):
-    """Channel means may be far above the residuals, or beyond FP16, where they are clamped; residuals are then not BF16
-    values.
+    """Channel means may be far above the residuals, or beyond FP16, where they are clamped.
+
+    Residuals are then not BF16 values.
     """
     format, heads = make_format(kind, head_dim), Heads(head_dim, min(head_dim, 128), 1, 1)
     scene = make_scene(heads, [64], formats=[format])

@@ -22,9 +22,7 @@ GATHERED = [64 * 6 + 5, 64 * 5]
 
 
 def check_pages(scene: Scene) -> None:
-    """Checks reads of records and BF16 pages, whole and in part, in any order; rows of the output between them stay
-    untouched.
-    """
+    """Checks reads of records and BF16 pages, whole and in part, in any order; other rows stay untouched."""
     pool, heads = scene.pool, scene.heads
     plan = [PageRead(*x) for x in ((1, 2, 64, 64), (0, 3, 0, 64), (0, 0, 140, 20), (0, 2, 160, 33), (1, 1, 193, 1))]
     out = torch.full((2, 256, heads.kv, heads.head_dim), 7.0, dtype=torch.bfloat16, device=scene.rows.device)

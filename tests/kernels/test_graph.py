@@ -68,9 +68,7 @@ def test_replay_follows_changed_lengths_and_rows(heads):
 
 
 class Verification(Step):
-    """A verification: plan_drafts, rotate_and_store of all drafts, then verify; ``lens`` count the tokens stored before
-    them.
-    """
+    """A verification: plan_drafts, rotate_and_store of all drafts, then verify; ``lens`` exclude the drafts."""
 
     def __init__(self, scene: Scene, count: int) -> None:
         super().__init__(scene)

@@ -30,9 +30,7 @@ CLOSE = {"rtol": 2e-4 if ON_GPU else 2e-5, "atol": 1e-12}
 
 
 def check(scene: Scene, lens: list[tuple[int, int]], past: dict[int, int], layers=(0,), slab_tokens=None) -> None:
-    """Compares kernels with the reference, into accumulators of any strides that hold the scores of an earlier
-    chunk.
-    """
+    """Compares kernels with the reference, for accumulators with any strides and scores of earlier chunks."""
     scene.rows = torch.arange(1, len(lens) + 1, device=scene.rows.device)
     ops = TritonOps(scene.pool, scene.ops()[0].rotations, scene.heads.q, 1, slab_tokens)
     _, reference = scene.ops()

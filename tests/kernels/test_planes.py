@@ -1,6 +1,4 @@
-"""Kernels over records of planes (transform coding) agree with float64 and the reference, like those of other
-formats.
-"""
+"""Kernels over records of planes (transform coding) agree with float64 and the reference."""
 
 from __future__ import annotations
 
@@ -53,9 +51,7 @@ HALF_HEADS = [Heads(64, 64, 2, 8), Heads(64, 64, 1, 3), Heads(128, 128, 1, 12), 
 
 
 def half_ops(scene: Scene, pages: int = 2, shared_weights: bool = True, programs: int = 8) -> TritonOps:
-    """Returns a backend with products in FP16 and ``programs`` programs per SM; with one, each program reads many
-    pages.
-    """
+    """Returns a backend with products in FP16; with one program per SM, each program reads many pages."""
     launch = DecodeLaunch(2, registers=255, programs_per_sm=programs, half_pages=pages, shared_weights=shared_weights)
     return TritonOps(scene.pool, LayerRotations(), scene.heads.q, 4, launch=launch)
 
@@ -82,9 +78,7 @@ def test_products_in_fp16_keep_what_fp16_cannot_hold(kind):
 
 
 def scale_pages(scene: Scene, first: int, exponents: torch.Tensor) -> None:
-    """Multiplies the gains from byte ``first`` on, in the first request's pages of layer 0, by a power of two per
-    page.
-    """
+    """Multiplies gains from byte ``first`` on, in the first request's pages of layer 0, by powers of two."""
     records, ids = scene.pool.records[0], scene.pool.row_pages[1, : len(exponents)].long()
     records[ids, :, first : first + PAGE_SIZE] += (8 * exponents).to(records)[:, None, None]
 
@@ -143,9 +137,7 @@ def test_one_page_a_turn_is_refused():
 
 @pytest.mark.parametrize("widths", sorted({x for pair in WIDTHS for x in pair}), ids=label)
 def test_the_assembly_cuts_out_codes(widths):
-    """For any two words: each field's code, at its position and share in the byte; a byte's last field is not
-    shifted.
-    """
+    """For any two words: each field's code at its position in the byte; a byte's last field is not masked."""
     cells = PlaneCode(widths).cells
     packed, codes = words(2000, 1), PlaneCodes(widths, cells, (0,) * len(cells), 0)
     for c, cell in enumerate(codes.cells):
@@ -161,9 +153,7 @@ def test_the_assembly_cuts_out_codes(widths):
 
 @pytest.mark.parametrize("widths", sorted({x for pair in WIDTHS for x in pair}), ids=label)
 def test_the_assembly_cuts_out_signed_codes(widths):
-    """For any four bytes: each field's code at its position in the byte, minus 128 if the field includes the highest
-    bit.
-    """
+    """For any four bytes: each field's code at its position, minus 128 if it includes the highest bit."""
     cells = PlaneCode(widths).cells
     packed, codes = words(2000, 1), PlaneCodes(widths, cells, (0,) * len(cells), 0)
     for c, cell in enumerate(codes.cells):
@@ -193,8 +183,7 @@ def test_one_dominant_token():
 
 
 def pages(heads: Heads, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns tokens of whole pages: energies fall from plane to plane, with heavy tails, rows of zeros and rows above
-    all gains.
+    """Returns tokens of whole pages: energies fall from plane to plane, with heavy tails and extreme rows.
 
     Some rows have an infinity or NaN in the first plane, which always has codes, or in the last one.
     """

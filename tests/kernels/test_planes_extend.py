@@ -68,9 +68,7 @@ def test_gains_of_any_size(across):
 @pytest.mark.parametrize("which, scale", [("v", 1.0), ("k", 2.0**-17)])
 @pytest.mark.parametrize("first", [0, 240])
 def test_gains_at_the_ends(first, which, scale):
-    """The smallest gains may occur alone or with the largest; FP16 has no such exponents and would flush or overflow
-    them.
-    """
+    """The smallest gains occur alone or with the largest; FP16 has no such exponents and would flush or overflow."""
     lens = [(64 * 5, 3)]
     scene = plane_scene(replace(HEADS[0], kv=1), WIDTHS[5], [lens[0][0]])
     steps = torch.arange(PAGE_SIZE) * 7 % 16
@@ -84,9 +82,7 @@ def test_queries_of_any_size(scale):
 
 
 def test_many_rows_are_read_directly():
-    """Planes are read directly for many rows, like uniform 2-bit records, for which costs decide; other records only
-    for few.
-    """
+    """Planes are read directly for many rows, like uniform 2-bit records; other records only for few rows."""
     heads, short = HEADS[1], ShortExtends(costs=None)
     for scene, direct in (
         (plane_scene(heads, WIDTHS[0], [64]), True),

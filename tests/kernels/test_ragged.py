@@ -95,9 +95,7 @@ FA3_STANDIN = FlashAttention3(attend, merge_state)
 
 @pytest.mark.parametrize("seed", range(40))
 def test_every_query_meets_every_key_once(seed):
-    """Calls are in order and fit the workspace; each row of it is written once and holds the tokens that the call's
-    bounds name.
-    """
+    """Calls are in order and fit the workspace; each of its rows is written once, as the call's bounds say."""
     draw = random.Random(seed)
     capacity = PAGE_SIZE * draw.choice([1, 2, 3, 16])
     lens = [
@@ -142,9 +140,7 @@ def compare(heads, lens, capacity, library, device, choose=lambda call: "auto"):
     prefill = RaggedPrefill(library, heads.q, heads.kv, heads.head_dim, torch.device(device), capacity, choose)
 
     def bound(ops: TritonOps) -> float:
-        """Returns the bound for the calls made: each result is merged into the BF16 output so far, which rounds it
-        again.
-        """
+        """Returns the bound: each call's result is merged into the BF16 output so far and rounded again."""
         calls = ops._extend_plans.calls
         assert ops._extend_plans.slabs is None and calls, "our own kernel was used"
         return BOUND + ROUNDING * len(calls) ** 0.5
@@ -213,9 +209,7 @@ def test_what_is_used_is_said():
 
 @pytest.fixture
 def host(monkeypatch):
-    """Returns a function that simulates a host with a GPU capability and libraries, and returns the log line about
-    them.
-    """
+    """Returns a function that simulates a host with a GPU and libraries, and returns the log line about them."""
 
     def make(capability: tuple[int, int], **libraries: ModuleType) -> str:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
@@ -243,9 +237,7 @@ def module(name: str, **members: object) -> ModuleType:
 
 @pytest.mark.skipif(ON_GPU, reason="the stand-ins compute on a CPU")
 def test_the_fastest_library_that_works_is_used(host):
-    """The fastest working library is used, and the log line says which ones were tried before it and why they
-    failed.
-    """
+    """The fastest working library is used; the log line says why the ones tried before it are not."""
     sgl = {
         "sgl_kernel": module("sgl_kernel", __version__="0.4.10", merge_state_v2=merge_state),
         "sgl_kernel_flash_attn": module("sgl_kernel.flash_attn", flash_attn_varlen_func=attend),
@@ -284,9 +276,7 @@ def library_on_this_gpu(name: str):
 
 @pytest.mark.gpu
 def test_flash_attention_3_agrees_with_the_reference(any_length):
-    """FlashAttention 3 agrees for heads of 128, which every Hopper GPU supports: new tokens alone, prefixes of one or
-    more calls.
-    """
+    """FlashAttention 3 agrees for heads of 128, which every Hopper GPU supports, with prefixes of any length."""
     library = library_on_this_gpu("FlashAttention 3")
     for lens in BATCHES.values():
         for capacity in (192, 32768):

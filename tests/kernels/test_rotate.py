@@ -28,9 +28,7 @@ each_case = pytest.mark.parametrize(("heads", "kind"), CASES, ids=str)
 
 
 def rotations(kind: str, heads: Heads) -> LayerRotations:
-    """Returns rotations; those of ``transform`` are as in transform coding: not orthogonal for keys or values, and with
-    a mean.
-    """
+    """Returns rotations; those of ``transform`` have a mean and orthogonal matrices for neither keys nor values."""
     if kind != "transform":
         return orthogonal_rotations(kind, heads)
     shape = (LAYERS, heads.kv, heads.head_dim, heads.head_dim)

@@ -1,6 +1,4 @@
-"""Kernels work on one memory for records and BF16 pages, with its strides and with ids that differ from page
-numbers.
-"""
+"""Kernels work on one memory for records and BF16 pages: its strides, and ids that differ from pages."""
 
 from __future__ import annotations
 

@@ -49,9 +49,7 @@ LENS = [(64 * 5 + 17, 9), (3, 5), (0, 33), (64 * 4 - 1, 2)]
 
 
 def draw(heads: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Returns sinks of all kinds: far below the keys, near their log-sum-exp, far above it, and minus infinity (no
-    sink).
-    """
+    """Returns sinks of all kinds: far below the keys, near their log-sum-exp, far above it, and none at all."""
     sinks = torch.randn(heads, device=DEVICE) * 2 + 4
     sinks[0], sinks[-1] = 60.0, -60.0
     if heads > 2:
@@ -132,9 +130,7 @@ def test_decode(heads, dtype, kind):
     tree={"chain": False, "tree": True},
 )
 def test_drafts(heads, dtype, kind, tree):
-    """Sinks apply to every draft's query heads; with 7 drafts and 8 heads per KV head, these span several chunks of
-    columns.
-    """
+    """Sinks apply to every draft; 7 drafts with 8 heads per KV head span several chunks of columns."""
     formats, count = FORMATS[kind] and [FORMATS[kind](heads)], 7
     scene = scene_of(heads, count, [1, 62, 700], formats=formats)
     ops, reference = scene.ops(max_batch=len(scene.rows))

@@ -95,9 +95,7 @@ def test_planes(codes, fixed):
 
 @CODES
 def test_products_of_levels_fit_their_accumulators(codes):
-    """A product with |operand| <= 127, summed over 256 dims of levels, stays within the 2^22 that ``int8.MAGIC``
-    allows.
-    """
+    """|operand| <= 127 times levels, summed over 256 dims, stays within the 2^22 that ``int8.MAGIC`` allows."""
     most = max(abs(level - unpack.centre(codes)) for level in codes.levels) * (2 if unpack.in_steps(codes) else 1)
     assert most < 128 and 127 * most * 256 < 2**22
 

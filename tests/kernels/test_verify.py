@@ -28,9 +28,7 @@ def drafts_of(scene: Scene, count: int, tree: bool = False) -> DraftBatch:
 
 
 def random_tree(count: int) -> torch.Tensor:
-    """Returns a tree in which each draft but the first has an earlier one as parent, and sees what its parent sees and
-    itself.
-    """
+    """Returns a tree: each draft but the first sees itself and all that its parent, an earlier draft, sees."""
     mask = torch.eye(count, dtype=torch.bool)
     for draft in range(1, count):
         mask[draft] |= mask[int(torch.randint(0, draft, ()))]

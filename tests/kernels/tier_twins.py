@@ -15,9 +15,7 @@ from tests.kernels.scene import DEVICE
 
 
 def tables(tiers: TierManager) -> dict[str, torch.Tensor]:
-    """Returns everything that a plan changes, on the host; slot 0's stamp and page 0's record are left out as
-    meaningless.
-    """
+    """Returns everything that a plan changes, on the host, except slot 0's stamp and page 0's record."""
     pool = tiers.pool
     state = {
         "page_slot": pool.page_slot,
@@ -116,9 +114,7 @@ class TwinTierManager(TierManager):
         assert_same(self.kernels, self)
 
     def apply_pending(self) -> None:
-        """Applies recorded events; each moved boundary alone, so that later records are written after it moved in both
-        managers.
-        """
+        """Applies recorded events, each moved boundary alone, so that both managers have moved before they write."""
         events = self.pending._events
         if len(events) > 1 and any(isinstance(event, MovedBoundary) for event in events):
             at = next(i for i, event in enumerate(events) if isinstance(event, MovedBoundary))

@@ -237,9 +237,7 @@ def test_rotations_of_another_kind_say_how_to_get_the_right_ones(tmp_path):
 
 
 def test_folded_steps_leave_attention_as_it_is():
-    """Every worker's slice keeps the products of queries with keys and the outputs of values, as if no steps were
-    folded in.
-    """
+    """Folded steps change neither scores nor outputs, in every worker's slice."""
     rotations = random_transform(LAYERS, KV_HEADS, 64)
     formats = resolve_formats(KVQuantConfig("transform"), rotations, model(64))
     worker = rotations_of_worker(rotations, formats[1:], range(1, LAYERS), KV_HEADS, 1, 1)
@@ -269,9 +267,7 @@ def test_random_rotations_are_orthogonal_and_of_each_head():
 
 
 def test_random_rotations_are_haar():
-    """Moments match a Haar matrix: entries with mean 0, variance 1/D, fourth moment 3 / (D (D + 2)); trace with mean 0,
-    variance 1.
-    """
+    """Haar matrices: entries have mean 0, variance 1/D, 4th moment 3 / (D (D + 2)); traces mean 0, variance 1."""
     x = random_rotations(40, 25, 16, seed=1).k.double().flatten(0, 1)
     d, n = 16, x.numel()
     assert abs(x.mean().item()) < 4 * (1 / d / n) ** 0.5

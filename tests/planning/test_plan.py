@@ -86,9 +86,7 @@ def row_of(plan: dict, name: str) -> dict:
 
 @pytest.mark.parametrize(("gpu", "scenario", "model", "method", "bits"), SERVERS)
 def test_figures_are_those_of_servers(gpu, scenario, model, method, bits):
-    """Figures are within 2%, from the GPU's name and the config alone; both servers ran with --mem-fraction-static
-    0.85.
-    """
+    """Figures from the GPU's name and the config are within 2% of servers with --mem-fraction-static 0.85."""
     assert gpu.upper() in RESULTS[gpu]["device"]
     server, plan = measured(scenario, gpu), planner(model, gpu)
     plain, ours = next(plan.plain_rows()), divided_once(plan, method, bits)

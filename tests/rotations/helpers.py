@@ -10,9 +10,7 @@ from sglang_kvq.rotations.maths.transform import coding_basis
 
 
 def random_rotations(layers=2, heads=2, dim=64, seed=0, balanced=False) -> Rotations:
-    """Returns orthogonal rotations; ``balanced`` multiplies those of keys by a matrix and those of queries by its
-    inverse.
-    """
+    """Returns orthogonal rotations; ``balanced`` multiplies keys by a matrix and queries by its inverse."""
     generator = torch.Generator().manual_seed(seed)
     k, v = (torch.linalg.qr(torch.randn(layers, heads, dim, dim, generator=generator)).Q for _ in range(2))
     eigen = torch.rand(layers, heads, dim, generator=generator)
@@ -26,9 +24,7 @@ def random_rotations(layers=2, heads=2, dim=64, seed=0, balanced=False) -> Rotat
 
 
 def random_transform(layers=2, heads=2, dim=64, seed=0, decades=4.0) -> Rotations:
-    """Returns bases for transform coding, of random covariances and weights whose eigenvalues span ``decades``
-    decades.
-    """
+    """Returns bases for transform coding, of random matrices whose eigenvalues span ``decades`` decades."""
     generator = torch.Generator().manual_seed(seed)
 
     def moment() -> torch.Tensor:
@@ -70,9 +66,7 @@ def tiny_llama(layers=2, heads=4, kv_heads=2, dim=64):
 
 
 def tiny_model_folder(folder, tokens):
-    """Saves a ``tiny_llama`` with a tokenizer of 97 words, and a text of ``tokens`` random words. Returns both
-    paths.
-    """
+    """Saves a ``tiny_llama`` with a tokenizer of 97 words, and a text of random words. Returns both paths."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

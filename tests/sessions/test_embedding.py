@@ -1,6 +1,4 @@
-"""Embeddings: unit rows for whole texts, zeros for texts without words, questions before pages, errors to their
-caller.
-"""
+"""Embeddings: unit rows for whole texts, zeros without words, questions before pages, errors to callers."""
 
 from __future__ import annotations
 

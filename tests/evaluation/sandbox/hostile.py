@@ -208,18 +208,14 @@ def attempts(facts: dict) -> str:
 
 
 def ordinary() -> dict[str, str]:
-    """Returns the ordinary programs: one that runs all programs that may be children of another, and the remaining
-    ones.
-    """
+    """Returns the ordinary programs: those that must run alone, and one that runs all the others."""
     texts = {name: textwrap.dedent(text) for name, text in ORDINARY.items()}
     alone = {name: texts.pop(name) for name in ALONE}
     return {"together": together(texts), **alone}
 
 
 def program(attempt: str, facts: dict) -> str:
-    """Returns a program that passes exactly if the kernel refuses the attempt; any other error fails, so mistakes
-    show.
-    """
+    """Returns a program that passes exactly if the kernel refuses the attempt; any other error fails."""
     return (
         f"{_HEAD}{_CALL}\ntry:\n{textwrap.indent(body(attempt, facts), '    ')}\n"
         "except (OSError, StopIteration):\n    pass\nelse:\n    raise SystemExit('escaped')\n"

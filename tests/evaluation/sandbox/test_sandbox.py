@@ -181,9 +181,7 @@ def test_nothing_of_a_run_remains():
 
 
 def readable_python() -> str:
-    """Returns an interpreter, this one or the system's, that another user may run; it needs only the standard
-    library.
-    """
+    """Returns an interpreter that another user may run; it needs only the standard library."""
     candidates = filter(None, (os.path.realpath(sys.executable), shutil.which("python3", path=os.defpath)))
     for python in candidates:
         try:
@@ -199,8 +197,9 @@ def readable_python() -> str:
 @once()
 @pytest.mark.parametrize("through", [[], ["unshare", "--user", "--map-root-user"]], ids=["user", "only-user-mapped"])
 def test_another_user_is_contained_as_well(through):
-    """Another user without rights makes the same attempts on its own files and sockets; then as root of a container
-    that maps no other user.
+    """Another user without rights makes the same attempts, whose targets belong to that user.
+
+    The second case is that user's root in a container that maps no other user.
     """
     user = {"user": NOBODY, "group": NOBODY, "extra_groups": []}
     with contextlib.ExitStack() as stack:

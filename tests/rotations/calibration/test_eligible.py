@@ -112,9 +112,7 @@ def test_a_model_with_code_of_its_own(folder, tmp_path):
 
 
 def test_doctor_names_a_command_that_calibrate_takes(folder, tmp_path):
-    """``kvq doctor`` names a command that ``kvq calibrate`` accepts, or says that there is none; both use one
-    function.
-    """
+    """``kvq doctor`` names a command that ``kvq calibrate`` accepts, or says that there is none."""
     model, text = own_code(folder[0]), folder[1]
     _, shown = kvq("doctor", "--model", model, "--trust-remote-code", "--json")
     assert "--trust-remote-code" in json.loads(shown)["calibrate"]

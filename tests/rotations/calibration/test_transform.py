@@ -112,9 +112,7 @@ def test_channels_of_what_is_attended_to_are_independent_and_alike(llama, ids, g
 
 
 def test_energies_are_those_of_weighted_errors(calibrated, llama, ids):
-    """An error of one in a channel costs the channel's energy; for keys, that is the weighted mean square change of
-    scores.
-    """
+    """An error of one in a channel costs its energy; for keys, the weighted mean square change of scores."""
     weights, moments = output_weights(llama, ids), attended(llama, ids)
     for reader, moment, energies in (
         (calibrated.q, moments.qq, calibrated.k_energies),
@@ -233,9 +231,7 @@ def test_a_quantizer_gives_the_variants_asked_for(calibrated, llama, ids):
 
 
 def test_exact_attention_is_the_models_own(calibrated, llama, ids):
-    """Removing the mean from keys and applying the matrices on both sides changes nothing; quantizers are compared with
-    this.
-    """
+    """Removing the keys' mean and applying all matrices changes nothing; quantizers are compared with this."""
     q, k, v = (x.float() for x in activations(llama, ids)[0])
     every = torch.tensor(MEASURED[8]).expand(2, PLANES)
     folded = fold_steps(calibrated.for_worker(range(2), 2, 0, 2), every, every)

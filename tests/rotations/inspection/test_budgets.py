@@ -111,9 +111,7 @@ def measured(llama, ids):
 
 
 def sharp(model):
-    """Returns a copy of the model that is sure of its next tokens; the even distributions of a random model barely
-    diverge.
-    """
+    """Returns a model that is sure of its next tokens, because even distributions have little to diverge."""
     from copy import deepcopy
 
     model = deepcopy(model)

@@ -41,9 +41,7 @@ def test_offset_composition_stores_a_common_part_for_free():
 
 
 def outliers(generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns queries and keys whose keys are large where queries are small, as with Qwen2.5's biases: float64 ``[512,
-    64]`` each.
-    """
+    """Returns q and k, float64 ``[512, 64]``: keys are large where queries are small, as in Qwen2.5."""
     spread = torch.logspace(-0.8, 0.8, 64, dtype=torch.float64)
     mix = torch.linalg.qr(torch.randn(64, 64, dtype=torch.float64, generator=generator))[0]
     q, k = (torch.randn(512, 64, dtype=torch.float64, generator=generator) for _ in "qk")

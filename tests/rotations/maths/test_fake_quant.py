@@ -25,9 +25,7 @@ def rotated(rotations, **options):
 
 
 def test_history_is_what_lies_between_sink_and_window():
-    """A query of page p reads fake-quantized tokens from ``SINK`` to the beginning of page p minus ``RECENT``, row by
-    row.
-    """
+    """A query of page p reads fake-quantized tokens from ``SINK`` to the start of page p minus ``RECENT``."""
     context = rotated(LayerRotations())
     old_k, old_v = (round_trip(x, 2, 0.9) for x in (context.k, context.v))
     found = context.output(old_k, old_v)

@@ -90,9 +90,7 @@ def test_scaling_makes_every_channels_step_one():
 
 @pytest.mark.parametrize("widths", [(6, 3, 2, 1), (4, 3, 1, 0), (4, 4, 4, 4)], ids=str)
 def test_the_error_of_scores_is_what_the_table_says(widths):
-    """The table gives the error at gain 1 on Gaussian keys; with each row's own gain the error is within a factor of
-    it.
-    """
+    """The table gives the error at gain 1 on Gaussian keys; with the rows' own gains it is within a factor."""
     c, w = moment(), moment()
     basis, keys = coding_basis(c, w), gaussian(c, 20000)
     encode, decode = (x.double() for x in scaled(basis, torch.tensor(widths)))

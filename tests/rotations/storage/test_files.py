@@ -248,9 +248,7 @@ def test_transform_codings_parts_come_back(tmp_path):
 
 
 def test_a_worker_gets_its_own_outputs_and_means(tmp_path):
-    """A worker's means are in the basis of rotated keys: subtracting the mean before or after rotation gives the
-    same.
-    """
+    """A worker's means are in the basis of rotated keys: subtracting them before or after rotation is the same."""
     rotations = random_transform(layers=3, heads=4)
     worker = rotations.for_worker(range(1, 3), kv_heads_total=4, head_start=2, head_count=2)
     assert torch.equal(worker.o, rotations.o[1:, 2:]) and worker.o.is_contiguous()
@@ -273,8 +271,9 @@ def test_matrices_that_change_attention_name_layer_and_head(tmp_path, reader):
 
 
 def test_the_worst_basis_that_calibration_makes_is_exact_enough():
-    """Keys are largest where queries are smallest, as far as ``FLOOR`` allows. Every channel is then equally energetic,
-    and mixes directions that are coded coarsely with directions that are coded finely.
+    """Keys are largest where queries are smallest, as far as ``FLOOR`` allows.
+
+    Every channel is then equally energetic, and mixes directions that are coded coarsely with finely coded ones.
     """
     u = torch.linalg.qr(torch.randn(64, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(0))).Q
     asked = torch.where(torch.arange(64) < 32, 1.0, FLOOR).double()

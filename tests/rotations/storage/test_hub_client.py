@@ -21,9 +21,7 @@ ZOO = "Zhongzhu/OSCAR-RotationZoo"
 
 @pytest.fixture(scope="module")
 def hub(tmp_path_factory):
-    """Serves a hub whose folder ``model/tagged`` got files per head after tag v1. Yields its address and the
-    requests.
-    """
+    """Serves a hub whose folder ``model/tagged`` got files per head after tag v1; yields address and requests."""
     old, new = tmp_path_factory.mktemp("old"), tmp_path_factory.mktemp("new")
     for root in (old, new):
         write(root / "model" / "tagged", SHARED, [0, 1])

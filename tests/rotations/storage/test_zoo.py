@@ -45,9 +45,7 @@ def test_a_fine_tune_is_told_of_its_base():
 
 
 def test_transform_codings_rotations_lie_beside_others(tmp_path, monkeypatch):
-    """Each method finds its own rotations, whatever the folders are called; only those of other methods are
-    published.
-    """
+    """Each method finds its own rotations under any folder name; none are published for transform coding."""
     for name, rotations in (("tiny-transform", random_transform()), ("tiny", random_rotations())):
         meta = replace(rotations.meta, model=identity(SMOLLM2), base_model="org/tiny")
         save_rotations(replace(rotations, meta=meta), tmp_path / "zoo" / name, kv_heads=2)
