@@ -122,7 +122,7 @@ class Stream:
         begin: ``time.perf_counter()`` when it was sent.
         events: (seconds, output tokens so far).
         forward: when the server's prefill began and when its result was ready, in seconds since the epoch; None if the
-        server does not report it, which needs ``--enable-metrics``.
+            server does not report it, which needs ``--enable-metrics``.
     """
 
     begin: float

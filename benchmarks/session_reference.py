@@ -47,7 +47,7 @@ class SessionAnswer(Answer):
     Attributes:
         top: log-probabilities of the likely tokens of each step.
         history, pages: tokens from which pages were chosen, and the pages that were read; 0 and none if the prompt was
-        read whole.
+            read whole.
         retracted: how often the request was retracted and restarted.
     """
 
@@ -178,7 +178,7 @@ class Reference:
 
         Args:
             pieces: lengths that add up to all tokens. Each piece reads sinks and recent tokens of earlier pieces
-            exactly, and their other tokens from records.
+                exactly, and their other tokens from records.
         """
         exact, records, begin = Pairs(), Pairs(), 0
         for piece in pieces:

@@ -256,7 +256,7 @@ class Soak:
 
     @property
     def streaming(self) -> bool:
-        """Whether some clients keep streaming sessions; servers with drafts, HiCache or a pair do not support them."""
+        """True if some clients keep streaming sessions; servers with drafts, HiCache or a pair do not support them."""
         return self.args.speculation == "none" and not self.args.hicache and not self.args.pair
 
     def own_flags(self) -> list[str]:

@@ -33,7 +33,7 @@ class TinyModel:
     Attributes:
         family: ``model_type`` of its config.json.
         experts: size of what a mixture of experts adds to the residual stream, relative to a token. It is small,
-        because the last bit of BF16 may decide which experts a router chooses, and that is not to be measured.
+            because the last bit of BF16 may decide which experts a router chooses, and that is not to be measured.
         since: the first SGLang release that knows the family; "" for all supported releases.
         drafts: whether it has one more layer of full attention, which drafts (MTP).
     """
@@ -57,12 +57,12 @@ class TinyModel:
 
     @property
     def has_windows(self) -> bool:
-        """Whether every other layer, starting with the first, has a sliding window."""
+        """True if every other layer, starting with the first, has a sliding window."""
         return self.family in ("gpt_oss", "mellum")
 
     @property
     def is_hybrid(self) -> bool:
-        """Whether most layers use linear attention."""
+        """True if most layers use linear attention."""
         return self.family in tiny_hybrids.HYBRIDS
 
     def config(self) -> dict:

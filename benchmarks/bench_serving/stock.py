@@ -40,7 +40,7 @@ class Request:
         ttft: time until the first token; 0 if none came.
         tokens: tokens of the answer.
         prompt: tokens of the prompt. For all turns of a conversation, SGLang 0.5.16's benchmark reports the first
-        turn's length.
+            turn's length.
         cut: whether the request was still running, or waiting, when the time was over.
         error: why it has no answer; empty if it has one.
     """

@@ -34,7 +34,7 @@ def make_pool(
     """Returns a pool with a request per length on shuffled pages, with random content; rows count from 1.
 
     shared_layers: number of layers whose records and BF16 pages share one memory, of which only the first has records;
-    0: one layer, with separate memories.
+        0: one layer, with separate memories.
     """
     counts = [-(-length // PAGE_SIZE) for length in lengths]
     ends = [max(SINK, (length - RECENT) // PAGE_SIZE * PAGE_SIZE) for length in lengths]

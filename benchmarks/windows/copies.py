@@ -99,7 +99,7 @@ def _of_size(encode: Encode, begin: Sequence[int], seed: str, size: int, sink: i
 
 
 def judge(prompt: Prompt, logp: torch.Tensor) -> list[float]:
-    """Returns the number of values copied, of values, the nats of all values, and their tokens.
+    """Returns the counts of copied values and of values, then nats and tokens of all values.
 
     Args:
         logp: ``[T - prompt.first, vocab]``, log-probabilities after each token from ``prompt.first`` on.

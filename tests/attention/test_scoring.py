@@ -1,4 +1,4 @@
-"""Which tokens of a batch score which keys, and when a request's scores are complete."""
+"""Each batch scores the right keys with the right tokens, and it is known when a request's scores are complete."""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ class Model:
     folded: int = 0  # prefixes made of chosen tokens
     named: dict[int, list[int]] = field(default_factory=dict)  # ``indices`` of a named prefix, by its first token
     format: RecordFormat = TWO_BITS
-    restored: int = 0  # reads of first pages in BF16 of which only the first token is what was written
+    restored: int = 0  # BF16 reads of first pages in which only the first token is as written
     unkept: int = 0  # reads of such pages from records, if first tokens are kept
     begins: set[int] = field(default_factory=set)  # first tokens of ``named`` whose first page is a prompt's
     begun: dict[int, bool] = field(default_factory=dict)  # pages that begin a sequence: whether a prompt began with it

@@ -52,7 +52,7 @@ class Driver:
 
     Attributes:
         operations: events of requests and pages so far: started, extended, decoded, published, left, evicted, selected,
-        folded.
+            folded.
         late: prompts computed by the last batch, with their lengths, not yet in the tree.
         stepping: requests of the step in flight, and how many tokens it adds to them.
         drafts: tokens that a step verifies for each request; 1 is decoding.
@@ -248,7 +248,7 @@ class Returning(Driver):
 
 
 def crowd(model: Model, rng: random.Random, turns: int, drafts: int = 1) -> None:
-    """Fills every row with a request; one leaves and another begins in each turn. Ends with nothing held."""
+    """Fills every row with a request; one at a time leaves and another begins. Ends with nothing held."""
     driver = Driver(model, rng, drafts=drafts)
     for _ in range(turns):
         while model.free_rows:

@@ -17,7 +17,7 @@ from sglang_kvq.formats.planes import PlaneCode, PlaneFormat
 
 TWO, FOUR = PageFormat(64, 64), PageFormat(64, 64, k=CodeFormat(4), v=CodeFormat(3))
 PLANES = PlaneFormat(64, PlaneCode((4, 3, 1, 0)), PlaneCode((3, 2, 2, 1)))
-#: Formats by layer; layers of one store are not adjacent.
+#: Formats of layers; with mixed formats, layers of one store are not adjacent.
 FORMATS = {"two-bits": (TWO, TWO), "mixed": (TWO, FOUR, PLANES, TWO, FOUR), "planes": (PLANES,) * 3}
 PAGES, HOST_PAGES, POISON = 9, 14, 0xFF
 #: Page numbers, unordered; they include the first and last host page and page 1, next to the padding page.

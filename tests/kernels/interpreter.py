@@ -21,7 +21,7 @@ from triton.runtime import interpreter
 
 
 def speed_up() -> None:
-    """Replaces these parts of the interpreter in this process."""
+    """Replaces the slow parts of the interpreter in this process."""
     interpreter._patch_lang = _once_per_launch(interpreter._patch_lang)
     interpreter._get_np_dtype = _by_name(interpreter._get_np_dtype)
     interpreter._convert_float = _by_halves(interpreter._convert_float)
@@ -35,7 +35,7 @@ def speed_up() -> None:
 
 
 def _once_per_launch(patch: Any) -> Any:
-    """Returns Triton's function that patches the modules a function sees, but only until they are restored.
+    """Wraps Triton's function that patches a function's modules, so that it runs once until they are restored.
 
     The scope of a kernel restores the modules when its launch ends. Triton drops the scopes of device functions.
     """

@@ -93,7 +93,7 @@ def test_first_tokens_are_copied_to_their_entries(kv_heads, layers, rows, monkey
 @pytest.mark.parametrize("block", [4, 64])
 @pytest.mark.parametrize("seed", range(6))
 def test_pages_get_the_entries_that_they_get_in_torch(seed, block):
-    """Kernels and torch agree for tables in any state: pages with an entry, a BF16 copy, restored, or none."""
+    """Kernels and torch agree for tables in any state: free entries or none, pages with BF16 copies or entries."""
     from tests.kernels.sink_token_kernels import place  # defined while Triton's switch is set, see conftest.py
 
     generator = torch.Generator().manual_seed(seed)

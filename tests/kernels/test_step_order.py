@@ -9,7 +9,7 @@ BOTH = Overlap(early=True, lets_next=True)
 
 
 def test_a_step_of_three_layers():
-    """No launch starts early directly after the plan; from then on every launch does."""
+    """The first launch after the plan does not start early; all later ones do."""
     order = StepOrder(possible=True)
     order.plan()
     assert order.rotate() == Overlap(early=False, lets_next=True)

@@ -56,7 +56,7 @@ class TwinTierManager(TierManager):
 
     Attributes:
         plans, quantized, filled, restored: counts of comparisons, so that a test can check that some were made;
-        ``filled`` counts pages that were copied or filled with chosen tokens, whose records are compared too.
+            ``filled`` counts pages that were copied or filled with chosen tokens, whose records are compared too.
     """
 
     def __init__(

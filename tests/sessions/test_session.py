@@ -1,4 +1,4 @@
-"""What a session knows about a conversation that grows, is edited, or is sent in another namespace."""
+"""A session remembers the right parts of a conversation that grows, is edited, or is sent in another namespace."""
 
 from __future__ import annotations
 

@@ -100,12 +100,12 @@ class Case:
 
     @cached_property
     def embeddings(self) -> np.ndarray:
-        """Float32 ``[segments, D]``."""
+        """Embeddings of the segments, float32 ``[segments, D]``."""
         return self.embedder.encode([one.text for one in self.segments])
 
     @cached_property
     def question_rows(self) -> np.ndarray:
-        """Float32 ``[questions, D]``, from the question's text alone, without the prompt around it."""
+        """Embeddings of the questions' texts alone, without the prompt around them, float32 ``[questions, D]``."""
         return self.embedder.encode([question.text for question in self.conversation.questions])
 
     @cached_property

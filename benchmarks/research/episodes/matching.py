@@ -22,7 +22,7 @@ def match(
         questions: float32 ``[questions, D]``.
         embeddings: embeddings of the segments, float32 ``[segments, D]``.
         matching: "centroid" chooses the nearest centroid (EpiCache). "segments" chooses the episode whose ``best``
-        nearest segments are the nearest on average.
+            nearest segments are the nearest on average.
 
     Raises:
         KVQuantError: an unknown matching.
@@ -45,7 +45,7 @@ def rank_segments(
     Args:
         question: float32 ``[D]``.
         matching: "segments" orders by nearness to the question. "centroid" orders episodes by the nearness of their
-        centroid, and segments within an episode by nearness to the question; it needs ``episodes``.
+            centroid, and segments within an episode by nearness to the question; it needs ``episodes``.
 
     Raises:
         KVQuantError: an unknown matching, or episodes are missing.

@@ -27,9 +27,9 @@ def prefill(
 
     Args:
         mass: whether to also sum the probabilities that a key receives, over all queries and the query heads of its KV
-        head (as H2O, arXiv 2306.14048, accumulates them).
+            head (as H2O, arXiv 2306.14048, accumulates them).
         round_trip: keys and values as they are read once their pages have left the window of ``RECENT`` tokens; each is
-        quantized once, and pages leave whole, as served.
+            quantized once, and pages leave whole, as served.
 
     Returns:
         The cache, and the mass per layer, float32 ``[1, kv_heads, T]``, or None.

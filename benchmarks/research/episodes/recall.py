@@ -93,7 +93,7 @@ class Search:
 
     @property
     def served(self) -> bool:
-        """Whether a server can search this way: it sees tokens, including headers, but no turns."""
+        """True if a server can search this way; it sees tokens, including headers, but no turns."""
         return self.ranking == "recent" or (PIECES[self.pieces].pages > 0 and self.dates)
 
 
@@ -115,7 +115,7 @@ class Searched:
 
     Attributes:
         shares: share of each question's evidence in each page, float64 ``[questions, pages]``, rows of sum 1; all
-        evidence turns count equally, as in the oracle.
+            evidence turns count equally, as in the oracle.
     """
 
     def __init__(self, conversation: Conversation, writer: Writer, embedder: Embeds) -> None:

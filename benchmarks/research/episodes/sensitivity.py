@@ -12,7 +12,7 @@ from benchmarks.research.episodes.past import attend_new
 from benchmarks.research.episodes.runner import Runner
 from sglang_kvq.errors import KVQuantError
 
-#: How strongly budgets follow sensitivities, by model type (the released scripts).
+#: Strength with which budgets follow sensitivities, by model type (the released scripts).
 SHARPNESS = {"llama": 1.1, "qwen2": 1.3}
 #: Share of an even budget that every layer gets.
 FLOOR = 0.25

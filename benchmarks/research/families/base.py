@@ -25,7 +25,7 @@ class History:
         k, v: float32 ``[kv_heads, n, D]``, rounded to BF16.
         positions: int64 ``[n]``.
         mass: float32 ``[kv_heads, n]``: attention that all queries so far paid to a token, summed over a KV head's
-        queries.
+            queries.
         observed: float32 ``[kv_heads, n]``: the same for the last ``OBSERVED`` queries alone.
     """
 
