@@ -236,7 +236,7 @@ class Host:
             self.drop(key)
 
     def check(self, key: Key) -> None:
-        """Checks that a prefix's host page holds the record of its last 64 tokens, and nothing after it."""
+        """Checks that a prefix's host page holds the record of its last 64 tokens, with an untouched tail."""
         got, size = self.rows[self.held[key]], self.layout.page_bytes
         assert torch.equal(got[:size], self.record(key)), f"the host holds another page for {len(key) // P} pages"
         assert (got[size:] == POISON).all()

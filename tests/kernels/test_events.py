@@ -14,7 +14,7 @@ from tests.kernels.test_tier_schedules import twins
 
 @pytest.mark.parametrize("repeats", [1, 3])
 def test_more_pages_than_a_block(repeats):
-    """Pages freed in parts before and after a move between them; ids may repeat, in other blocks too."""
+    """Pages may be freed in parts, before and after a move between them; ids may repeat, even in other blocks."""
     tiers = twins(rows=300, pages_each=9, slots=1900)
     rows = torch.arange(1, 301)
     everything = torch.full((300,), 9 * P - 1)
@@ -34,7 +34,7 @@ def test_more_pages_than_a_block(repeats):
 
 @pytest.mark.gpu
 def test_an_eviction_of_a_million_tokens_is_no_stall():
-    """Applying an eviction of 16,384 pages takes well below the milliseconds of a decode step."""
+    """Applying an eviction of 16,384 pages takes under 2 ms, so that it does not stall a decode step."""
     pages = 1 << 14
     table = torch.zeros(5, 8 * P, dtype=torch.int32, device="cuda")
     pool = PagePool.allocate([PageFormat(64, 64, 0.96, 0.92)], kv_heads=1, pages=pages, slots=64, req_to_token=table)
