@@ -1,9 +1,9 @@
-"""Comparing what servers say by log-probabilities: of forced tokens, and of greedy answers up to a near tie.
+"""Compares servers by log-probabilities: of forced tokens, and of greedy answers up to a near tie.
 
-An answer is checked by *forcing* it. A server that does nothing else caches the answer's prompt, then is given prompt
-and answer as one prompt and tells the log-probability of each answered token. What it reads of the prompt is what
-decoding
-read: the quantized pages outside the window. So both differ by rounding, if nothing went wrong.
+An answer is checked by *forcing* it. A server that does nothing else caches the answer's prompt. It then gets prompt
+and answer as one prompt and returns the log-probability of each answered token. From the cached prompt it reads what
+decoding read: the quantized pages outside the window. Both results thus differ only by rounding, unless something went
+wrong.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from benchmarks.tiny_server import body
 from launch.server import Server
 from sglang_kvq.constants import PAGE_SIZE
 
-#: Counted for a token that a server did not list among its likely ones: beyond every bound.
+#: Difference counted for a token that a server did not list among its likely ones; it exceeds every bound.
 UNLISTED = 99.0
 TOP = 16
 
@@ -40,18 +40,18 @@ class Difference:
 
 @dataclass(frozen=True)
 class Bound:
-    """What a difference may be: ``mean`` and ``max``."""
+    """Limits of a difference: its mean and its maximum."""
 
     mean: float
     max: float
 
     def holds(self, found: Difference) -> bool:
-        """False too where nothing was compared."""
+        """Returns whether the difference is within the bound; False also if nothing was compared."""
         return found.tokens > 0 and found.mean <= self.mean and found.max <= self.max
 
     @classmethod
     def above(cls, measured: Sequence[Difference], factor: float, least: float = 0.01) -> Bound:
-        """``factor`` times the worst of what was measured; never below ``least`` (mean) and ten times that (max)."""
+        """Returns ``factor`` times the worst measured difference, at least ``least`` (mean) and 10 times that (max)."""
         mean = max((d.mean for d in measured), default=0.0)
         largest = max((d.max for d in measured), default=0.0)
         return cls(max(factor * mean, least), max(factor * largest, 10 * least))
@@ -59,7 +59,7 @@ class Bound:
 
 @dataclass(frozen=True)
 class Step:
-    """One generated token, its log-probability and those of the likeliest."""
+    """One generated token, its log-probability, and those of the likeliest tokens."""
 
     token: int
     logprob: float
@@ -67,7 +67,7 @@ class Step:
 
 
 def input_logprobs(reply: dict) -> list[float]:
-    """Of the prompt's tokens from the second one after ``logprob_start_len`` on."""
+    """Returns log-probabilities of the prompt's tokens, from the second one after ``logprob_start_len`` on."""
     return [pair[0] for pair in reply["meta_info"]["input_token_logprobs"][1:]]
 
 
@@ -81,8 +81,10 @@ def steps(reply: dict) -> list[Step]:
 
 
 def token_difference(ours: Sequence[float], theirs: Sequence[float]) -> Difference:
-    """Raises:
-    ValueError: they are not about the same tokens.
+    """Compares log-probabilities of the same tokens.
+
+    Raises:
+        ValueError: the numbers of tokens differ.
     """
     if len(ours) != len(theirs):
         raise ValueError(f"{len(ours)} log-probabilities against {len(theirs)}")
@@ -90,10 +92,10 @@ def token_difference(ours: Sequence[float], theirs: Sequence[float]) -> Differen
 
 
 def greedy_difference(ours: Sequence[Step], theirs: Sequence[Step]) -> Difference:
-    """Of tokens likely in both, step by step, up to the first step at which they chose differently.
+    """Compares tokens that both servers list as likely, step by step, until the servers choose differently.
 
-    At that step only the two chosen tokens count. If each server finds the other's choice as likely as the other does,
-    within a bound, then the choice was a near tie within that bound.
+    At that step only the two chosen tokens count. If both servers agree on their log-probabilities within a bound, the
+    choice was a near tie within that bound.
     """
     values: list[float] = []
     for a, b in zip(ours, theirs):
@@ -108,7 +110,7 @@ def greedy_difference(ours: Sequence[Step], theirs: Sequence[Step]) -> Differenc
 
 
 def greedy(server: Server, prompt: list, tokens: int, **options) -> list:
-    """Replies (a list of them for a list of prompts) with what ``steps`` needs."""
+    """Returns replies (a list for a list of prompts) with the fields that ``steps`` needs."""
     asked = body(prompt, tokens, return_logprob=True, top_logprobs_num=TOP, **options)
     return server.json("/generate", asked, timeout=180)
 
@@ -124,14 +126,14 @@ def forced(
     turns: Sequence[int] = (),
     **options,
 ) -> list[float]:
-    """Log-probability of each answered token, by a server that serves nobody else now.
+    """Returns the log-probability of each answered token, from a server that serves nobody else now.
 
     Args:
-        cached: tokens of the prompt that were found in the cache when it was answered; here they come first too.
-        tail: what follows them there. Without one they end a prompt, and its window over them stays in BF16.
-        others: prompts that come in between. Enough of them take all BF16 pages of what is cached, its sinks' too.
-        turns: lengths of prompts with which this one begins, and which were asked before, one after the other.
-        options: of each request, such as its adapter.
+        cached: tokens of the prompt that were cached when it was answered; they are cached first here, too.
+        tail: tokens that follow the cached ones in that request. Without a tail, the window at their end stays in BF16.
+        others: prompts asked in between. Enough of them take all BF16 copies of cached pages, those of sinks too.
+        turns: lengths of earlier prompts that this prompt begins with; they are asked first, one after the other.
+        options: fields of each request, such as its adapter.
     """
     server.drain()
     for prefix in (*turns, cached // PAGE_SIZE * PAGE_SIZE):
@@ -150,20 +152,20 @@ def forced(
 
 
 def answered(reply: dict) -> tuple[list[int], list[float]]:
-    """The tokens of a reply and their log-probabilities."""
+    """Returns the tokens of a reply and their log-probabilities."""
     pairs = reply["meta_info"]["output_token_logprobs"]
     return [pair[1] for pair in pairs], [pair[0] for pair in pairs]
 
 
 def check(server: Server, prompt: list[int], reply: dict, cached: int | None = None, **options) -> Difference:
-    """How far an answer's log-probabilities are from the same tokens' when forced."""
+    """Returns how far an answer's log-probabilities are from those of the same tokens when forced."""
     tokens, logprobs = answered(reply)
     known = reply["meta_info"].get("cached_tokens", 0) if cached is None else cached
     return token_difference(logprobs, forced(server, prompt, tokens, known, **options))
 
 
 def another_page(prompt: list[int], page: int, seed: int, vocabulary: int) -> list[int]:
-    """The prompt as a cache would have it that confuses one page with another's: its tokens are others."""
+    """Returns the prompt with one page of other tokens, like a cache that confuses two pages."""
     import random
 
     rng, changed = random.Random(seed), list(prompt)
@@ -174,12 +176,12 @@ def another_page(prompt: list[int], page: int, seed: int, vocabulary: int) -> li
 
 
 def behind(server: Server, prompt: list[int], answer: list[int]) -> Difference:
-    """How far an answer's tokens are behind the likeliest ones, by a server that serves nobody else now.
+    """Returns how far an answer's tokens fall behind the likeliest ones, on a server that serves nobody else now.
 
-    For answers of requests that did not ask for log-probabilities: a greedy answer is behind by rounding only.
+    This is for answers that were requested without log-probabilities: a greedy answer falls behind only by rounding.
     """
     server.drain()
-    server.json("/generate", body(prompt, 1))  # the answer's prompt is cached, as it was when it was decoded
+    server.json("/generate", body(prompt, 1))  # the answer's prompt is cached, as when it was decoded
     asked = body(prompt + answer, 1, return_logprob=True, logprob_start_len=len(prompt) - 1, top_logprobs_num=1)
     meta = server.json("/generate", asked)["meta_info"]
     pairs = list(zip(meta["input_token_logprobs"][1:], meta["input_top_logprobs"][1:]))

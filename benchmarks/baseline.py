@@ -1,6 +1,6 @@
-"""Others' attention at the same shapes, timed in the same run: FlashInfer, and FlashAttention 3 for prefill.
+"""Times other libraries' attention at the same shapes in the same run: FlashInfer, and FlashAttention 3 for prefill.
 
-None where neither is installed.
+Functions return None if no library is installed.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import torch
 
 from sglang_kvq.attention import fa3
 
-PAGE = 64  # shuffled pages of the size ours have
+PAGE = 64  # shuffled pages, of the same size as ours
 #: The name of FlashAttention 3 among FlashInfer's backends.
 FA3 = "FlashAttention 3"
-DTYPES = (torch.bfloat16, torch.float8_e4m3fn)  # of its cache
+DTYPES = (torch.bfloat16, torch.float8_e4m3fn)  # dtypes of FlashInfer's cache
 
 
 def version() -> str | None:
@@ -34,7 +34,10 @@ def _workspace() -> torch.Tensor:
 def decode_us(
     timer: Callable[[Callable], float], q: torch.Tensor, lengths: list[int], kv_heads: int, dtype: torch.dtype
 ) -> float | None:
-    """A decode step of q BF16 ``[batch, q_heads, D]`` over that many tokens each, stored in one of ``DTYPES``."""
+    """Times a decode step of q, BF16 ``[batch, q_heads, D]``, over requests of these lengths.
+
+    ``dtype`` is that of the cache, one of ``DTYPES``.
+    """
     if version() is None:
         return None
     import flashinfer
@@ -67,10 +70,11 @@ def prefill_us(
     batch: int = 1,
     backends: tuple[str, ...] = ("auto", FA3),
 ) -> float | None:
-    """Causal prefill of q BF16 ``[batch * new, q_heads, D]``, the last tokens of ``context`` each, by the fastest.
+    """Times causal prefill of q, BF16 ``[batch * new, q_heads, D]``, with the fastest backend.
 
     Args:
-        backends: FlashInfer's names, and ``FA3``; those that this host lacks are left out.
+        context: tokens of each request, including the new ones.
+        backends: names of FlashInfer's backends, and ``FA3``; those that this host lacks are skipped.
     """
     tokens, q_heads, d = q.shape
     k, v = (torch.empty(batch * context, kv_heads, d, dtype=torch.bfloat16, device="cuda").normal_() for _ in range(2))

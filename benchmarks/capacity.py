@@ -1,4 +1,4 @@
-"""How many tokens a GPU holds with ``--kv-quant oscar`` and without, and that both servers answer in CUDA graphs.
+"""Compares how many tokens a GPU holds with ``--kv-quant`` and without; both servers must answer in CUDA graphs.
 
     python benchmarks/capacity.py --out benchmarks/results/serving_h200.json
     python benchmarks/capacity.py --method transform --bits 1.6 --out benchmarks/results/serving_h200.json
@@ -7,9 +7,10 @@
     python benchmarks/capacity.py --model benchmarks/models/gpt-oss-120b --layers 12 --plain-backend fa3 \\
         --max-running-requests 64 --out FILE
 
-Qwen3-8B's geometry with dummy weights and random rotations: nothing is downloaded. About 2 minutes. ``--model`` takes
-another of ``benchmarks/models``, ``--layers`` its first ones only, where the whole does not fit one GPU. A hybrid's
-memory is also divided between its states and its cache: ``states`` and ``requests`` are of both servers.
+Uses Qwen3-8B's geometry with dummy weights and random rotations, so that nothing is downloaded. Takes about 2 minutes.
+``--model`` takes another model of ``benchmarks/models``; ``--layers`` uses only its first layers, if the whole model
+does not fit one GPU. A hybrid's memory is also divided between its states and its cache; its row has ``states`` and
+``requests`` of both servers.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ from sglang_kvq.rotations.identity import Geometry, geometry_of
 
 MODEL = Path(__file__).parent / "models" / "qwen3-8b"
 FLAGS = ("--load-format", "dummy", "--skip-tokenizer-init")
-#: Few graph sizes: capturing them is most of a start, and takes no part of the memory that is divided here.
+#: Few graph sizes: capturing graphs is most of a start, and does not affect the memory that is divided here.
 GRAPHS = ("--cuda-graph-max-bs-decode", "8")
 
 
 def geometry_and_flags(model: Path, layers: int | None) -> tuple[Geometry, tuple[str, ...]]:
-    """A model's geometry, with its first ``layers`` only, and the flags with which a server takes these."""
+    """Returns the geometry of a model's first ``layers`` layers, and the flags with which a server uses only these."""
     config = json.loads((model / "config.json").read_text())
     changes = {} if layers is None else {"num_hidden_layers": layers}
     flags = ("--json-model-override-args", json.dumps(changes)) if changes else ()
@@ -44,10 +45,10 @@ def geometry_and_flags(model: Path, layers: int | None) -> tuple[Geometry, tuple
 
 
 def existing_folder(path: str) -> Path:
-    """An absolute one, since servers run elsewhere.
+    """Returns the absolute path of a folder, because servers run elsewhere.
 
     Raises:
-        argparse.ArgumentTypeError: there is none.
+        argparse.ArgumentTypeError: there is no such folder.
     """
     if not (found := Path(path).resolve()).is_dir():
         raise argparse.ArgumentTypeError(f"{path}: not a folder")
@@ -55,7 +56,7 @@ def existing_folder(path: str) -> Path:
 
 
 def random_rotations(folder: Path, layers: int, kv_heads: int, head_dim: int) -> Path:
-    """A file of random orthogonal matrices: what a calibration would give costs the same to serve."""
+    """Writes a file of random orthogonal matrices, which cost the same to serve as calibrated ones."""
     generator = torch.Generator().manual_seed(0)
     k, v = (torch.linalg.qr(torch.randn(layers, kv_heads, head_dim, head_dim, generator=generator))[0] for _ in "kv")
     save_rotations(Rotations(k.contiguous(), v.contiguous()), folder, kv_heads=kv_heads, overwrite=True)
@@ -63,7 +64,7 @@ def random_rotations(folder: Path, layers: int, kv_heads: int, head_dim: int) ->
 
 
 def random_transform(folder: Path, layers: int, kv_heads: int, head_dim: int) -> Path:
-    """A file for transform coding with random bases, and energies that fall as measured ones do, by 10 dB a plane."""
+    """Writes a file for transform coding: random bases, and energies that fall by 10 dB per plane as measured."""
     generator = torch.Generator().manual_seed(0)
     shape = (layers, kv_heads, head_dim)
     k, v = (torch.linalg.qr(torch.randn(*shape, head_dim, generator=generator))[0].contiguous() for _ in "kv")
@@ -77,17 +78,18 @@ def random_transform(folder: Path, layers: int, kv_heads: int, head_dim: int) ->
 
 
 def name_of(model: Path, layers: int | None, scenario: str) -> str:
-    """The row's name: of other models than ``MODEL`` it begins with theirs."""
+    """Returns the row's name; for other models than ``MODEL`` it begins with the model's name."""
     if model.name == MODEL.name:
         return scenario
     return f"{model.name}/{scenario}" + (f", {layers} layers" if layers else "")
 
 
 def capacity(model: Path, *flags: str) -> tuple[dict, dict]:
-    """What a server holds, and its kv_quant state; fails unless it decodes inside CUDA graphs.
+    """Returns a server's capacity and its kv_quant state; fails unless the server decodes inside CUDA graphs.
 
     Returns:
-        ``tokens`` of its cache, ``requests`` that it runs at most, and ``states``, None where there are none.
+        A dict with ``tokens`` of the cache, ``requests`` that run at most, and ``states`` (None if there are none);
+        then the state.
     """
     with Server(model, *FLAGS, *GRAPHS, *flags, cpu=False) as server:
         info = server.info()

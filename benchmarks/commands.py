@@ -2,8 +2,8 @@
 
     python benchmarks/commands.py --model FOLDER --text FILE --out benchmarks/results/commands_h100.json
 
-A folder with a config.json and a tokenizer but no weights gets random ones in a copy: time does not depend on them.
-Ends with status 1 if a command fails; the doctor does if a kernel or routine is wrong or was not reached.
+If the model's folder has a config.json and a tokenizer but no weights, a copy gets random weights; times do not depend
+on them. Ends with status 1 if a command fails. ``kvq doctor`` fails if a kernel or routine is wrong or was not reached.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from sglang_kvq.evaluation.provenance import without_paths
 
 
 def timed(name: str, words: Sequence[str | Path], env: Mapping[str, str]) -> tuple[dict, dict]:
-    """Runs ``kvq`` with these words and ``--json``; returns its answer, and a row.
+    """Runs ``kvq`` with these words and ``--json``. Returns its answer and a row.
 
     Raises:
-        SystemExit: it ended with another status than 0; its output is shown.
+        SystemExit: the command failed; its output is shown.
     """
     begin = time.monotonic()
     command = [sys.executable, "-m", "sglang_kvq.cli", *map(str, words), "--json"]
@@ -42,7 +42,7 @@ def timed(name: str, words: Sequence[str | Path], env: Mapping[str, str]) -> tup
 
 
 def with_weights(model: Path, folder: Path) -> Path:
-    """Returns the model's folder, or if it has no weights a copy in ``folder`` with random ones in BF16."""
+    """Returns the model's folder or, if it has no weights, a copy in ``folder`` with random BF16 weights."""
     if any(model.glob("*.safetensors")):
         return model
     import torch

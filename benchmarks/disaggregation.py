@@ -1,15 +1,15 @@
-"""Prefill and decode on two servers: bytes on the wire and time to the first token, with ``--kv-quant`` and without.
+"""Measures prefill and decode on two servers: bytes on the wire, and time to the first token.
 
     python benchmarks/disaggregation.py --out benchmarks/results/disaggregation_h100.json --layers 12
     python benchmarks/disaggregation.py --out FILE --cpu --model FOLDER --methods none,hadamard --lengths 300
 
-Two servers of one machine, on one GPU or on ``--gpus 2``, by Mooncake over TCP. Each prompt goes to both, as SGLang's
-router does. A row is one method and length:
+Runs two servers on one machine, on one GPU or with ``--gpus 2``, which transfer pages by Mooncake over TCP. Each prompt
+goes to both servers, as SGLang's router does. A row is one method and length:
 
-wire_mb, wire_bytes_per_token   what the loopback interface carried from the request until its answer, requests included
-first_token_ms                  until both servers answered a request of one token, median of ``--repeats``
-alone_ms                        of the prefill server's method on one server, without a transfer (``--alone``)
-equal                           answers of 16 tokens that are those of one server, of ``--repeats`` (``--alone``)
+wire_mb, wire_bytes_per_token   bytes on the loopback interface from a request until its answer, requests included
+first_token_ms                  time until both servers answered a request of one token, median of ``--repeats``
+alone_ms                        the same on one server with the method, without a transfer (``--alone``)
+equal                           answers of 16 tokens, of ``--repeats``, that equal those of one server (``--alone``)
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from sglang_kvq.evaluation.specs import MethodSpec
 from sglang_kvq.server_process import free_port
 
 Row = dict[str, Any]
-#: Tokens of a pool beyond two prompts: answers, and whole pages.
+#: Tokens of a pool beyond two prompts: answers, and rounding to whole pages.
 ROOM = 4096
 #: Fields of a row that are printed.
 SHOWN = ("method", "tokens", "first_token_ms", "wire_mb", "wire_bytes_per_token", "alone_ms", "equal")
@@ -58,7 +58,7 @@ def loopback_bytes() -> int:
 
 
 def ask(pair: PairServer, ids: list[int], tokens: int) -> tuple[list[int], float, int]:
-    """Returns the answer's tokens, its milliseconds, and the bytes that the loopback carried."""
+    """Returns the answer's tokens, its time in ms, and the bytes that the loopback interface carried."""
     before, begin = loopback_bytes(), time.perf_counter()
     answer = pair.json("/generate", body(ids, tokens))
     spent = 1e3 * (time.perf_counter() - begin)
@@ -68,14 +68,14 @@ def ask(pair: PairServer, ids: list[int], tokens: int) -> tuple[list[int], float
 def setup_of(args: argparse.Namespace, *flags: str) -> servers.Setup:
     memory = () if args.cpu else ("--mem-fraction-static", args.mem_fraction_static)
     plain = ("--page-size", str(PAGE_SIZE), *(() if args.cpu else ("--attention-backend", "triton")))
-    # Pools for a few requests, so that all servers have room on one GPU.
+    # Small pools, so that all servers fit on one GPU.
     room = ("--max-total-tokens", str(2 * (max(args.lengths) + ROOM)), "--max-running-requests", "8")
     shared = (*memory, *room, "--disable-radix-cache", *flags)
     return servers.Setup(args.model, args.layers, shared, plain, None, args.cpu)
 
 
 def make(spec: MethodSpec, args: argparse.Namespace, folder: Path, role: str, gpu: int, *flags: str) -> Server:
-    """Returns a server in a folder of its own, not yet started."""
+    """Returns a server with its own folder, not yet started."""
     setup, own = setup_of(args, *flags), folder / f"{role}-{spec.slug}"
     own.mkdir(parents=True, exist_ok=True)
     server = servers.server(spec, setup, setup.tokenizer(own), max(args.lengths) + ANSWER, own)
@@ -87,7 +87,7 @@ def make(spec: MethodSpec, args: argparse.Namespace, folder: Path, role: str, gp
 
 
 def pair_rows(spec: MethodSpec, args: argparse.Namespace, folder: Path) -> Iterator[Row]:
-    """A row of each length."""
+    """Yields a row for each length."""
     port = free_port()
     prefill = make(spec, args, folder, "prefill", 0, *mode(), "prefill", "--disaggregation-bootstrap-port", str(port))
     decode = make(spec, args, folder, "decode", args.gpus - 1, *mode(), "decode")
@@ -102,7 +102,7 @@ def pair_rows(spec: MethodSpec, args: argparse.Namespace, folder: Path) -> Itera
         for job in [starters.submit(server.start) for server in (pair, *alone)]:
             job.result()
         facts = servers.facts(decode, spec)
-        for n in args.lengths:  # kernels compile, connections open
+        for n in args.lengths:  # compiles kernels and opens connections
             ask(pair, _ids(99 + n, n, vocabulary), ANSWER)
         found = {n: [ask(pair, ids, 1) for ids in prompts[n]] for n in args.lengths}
         answers = {n: [ask(pair, ids, ANSWER)[0] for ids in prompts[n]] for n in args.lengths}
@@ -125,7 +125,7 @@ def pair_rows(spec: MethodSpec, args: argparse.Namespace, folder: Path) -> Itera
 
 
 def one_server(server: Server, prompts: dict[int, list[list[int]]]) -> dict[int, list[tuple[list[int], float]]]:
-    """Returns what one server answers, and its milliseconds to the first token."""
+    """Returns the answers of one server, and its milliseconds to the first token."""
     found: dict[int, list[tuple[list[int], float]]] = {}
     for n, many in prompts.items():
         server.json("/generate", body(many[0], ANSWER))

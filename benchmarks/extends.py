@@ -1,4 +1,4 @@
-"""Short extends over a grid: each way to serve them, beside FlashInfer over BF16, at Qwen3-8B's geometry.
+"""Times short extends over a grid: each way to serve them, and FlashInfer over BF16, at Qwen3-8B's geometry.
 
     python benchmarks/extends.py --out benchmarks/results/kernels_h200.json  # the whole grid, as routed (4 minutes)
     python benchmarks/extends.py --quick --out quick.json                    # some points (1 minute)
@@ -6,8 +6,8 @@
     python benchmarks/extends.py --fit quick.json                            # constants of extend_costs.py
     python benchmarks/extends.py --fit benchmarks/results/kernels_h200.json  # those in use
 
-Where FlashInfer is not installed, --quick does without it. A way whose result differs from float64 on the same codes
-has no time: --quick and --sweep say so and go on, the grid ends.
+If FlashInfer is not installed, --quick runs without it. If a result differs from float64 on the same codes, it has no
+time: --quick and --sweep report this and continue, and the whole grid ends.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from sglang_kvq.kernels.extend.gather_pages import PageRead, gather_pages
 REQUESTS = (1, 4, 8, 16, 32, 64)
 NEW = (16, 32, 64, 128, 256, 512)
 PREFIXES = (2048, 8192, 32768, 131072)
-MOST_TOKENS = 4 << 20  # of all prefixes
+MOST_TOKENS = 4 << 20  # limit for the sum of all prefixes
 #: Points of the sweep: requests, new tokens of each, stored prefix.
 SWEEP = [
     (1, 16, 32768), (1, 64, 32768), (1, 128, 8192), (1, 256, 32768), (1, 512, 8192), (1, 128, 131072),
@@ -51,14 +51,14 @@ SWEEP = [
     (8, 16, 2048), (8, 64, 8192), (8, 128, 8192), (8, 256, 8192),
     (16, 32, 8192), (16, 128, 32768), (32, 32, 8192), (32, 64, 2048), (64, 16, 8192), (64, 128, 2048),
 ]  # fmt: skip
-#: Ways to launch the kernel that reads pages directly: rows, keys, warps, stages, registers, programs per SM.
+#: Launches of the kernel that reads pages directly: rows, keys, warps, stages, registers, programs per SM.
 LAUNCHES = [
     (64, 32, 4, 3, 168, 3), (64, 32, 4, 3, None, 2), (128, 32, 8, 2, 128, 2), (128, 32, 8, 3, None, 1),
     (256, 32, 8, 2, None, 1), (256, 32, 16, 2, 128, 1),
 ]  # fmt: skip
-#: What --quick compares with the first.
+#: Launches that --quick compares with the first.
 QUICK_LAUNCHES = [(128, 32, 8, 2, 128, 2), (256, 32, 8, 2, None, 1)]
-#: Of FlashInfer's backends, the one that attends to a workspace, and tokens of that; the last is the one used.
+#: FlashInfer's backends for attention to a workspace, and tokens of the workspace; the last pair is used.
 CAPACITY = workspace_tokens(KV_HEADS, D)
 WORKSPACES = [("auto", 32768), ("auto", CAPACITY)]
 
@@ -79,7 +79,7 @@ def flashinfer(backend: str, capacity: int) -> RaggedPrefill:
 
 
 def build(backend: str) -> None:
-    """FlashInfer compiles its kernels, into its cache on disk."""
+    """Makes FlashInfer compile its kernels into its cache on disk."""
     import flashinfer
 
     q, k = (torch.zeros(256, n, D, dtype=torch.bfloat16, device="cuda") for n in (Q_HEADS, KV_HEADS))
@@ -97,7 +97,7 @@ def name_of(way: tuple) -> str:
 
 
 def compiled(shorts: dict[str, ShortExtends], timer: Timer, backends: tuple[str, ...]) -> None:
-    """Compile before anything is measured: FlashInfer's kernels while ours are."""
+    """Compiles all kernels before anything is measured; FlashInfer compiles at the same time as ours."""
     begin = time.monotonic()
     builds = [subprocess.Popen([sys.executable, __file__, "--build", backend]) for backend in backends]
     tiny = ShortShape(1, 16, 2048)
@@ -110,7 +110,7 @@ def compiled(shorts: dict[str, ShortExtends], timer: Timer, backends: tuple[str,
 
 
 def measured(shape: ShortShape, timer: Timer, short: ShortExtends | None, prefill: RaggedPrefill | None) -> float | str:
-    """Microseconds, or why there are none."""
+    """Returns microseconds, or the reason why there are none."""
     try:
         return round(shape.measure(timer, short, prefill)[0], 1)
     except SystemExit as wrong:
@@ -120,7 +120,7 @@ def measured(shape: ShortShape, timer: Timer, short: ShortExtends | None, prefil
 
 
 def theirs(timer: Timer, shape: ShortShape, backends: tuple[str, ...] = BACKENDS) -> dict[str, float]:
-    """FlashInfer's microseconds over a BF16 cache, by backend."""
+    """Returns FlashInfer's microseconds over a BF16 cache, by backend."""
     total = shape.prefix + shape.new
     return {b: round(baseline.prefill_us(timer, shape.q, total, KV_HEADS, shape.requests, (b,)), 1) for b in backends}
 
@@ -128,7 +128,7 @@ def theirs(timer: Timer, shape: ShortShape, backends: tuple[str, ...] = BACKENDS
 def points(
     timer: Timer, columns: dict[str, tuple[ShortExtends | None, RaggedPrefill | None]], backends: tuple[str, ...]
 ) -> list[dict]:
-    """A row per point of ``SWEEP``: microseconds of FlashInfer's backends and of each way."""
+    """Returns a row per point of ``SWEEP``: microseconds of FlashInfer's backends and of each way."""
     print(f"{'':22}" + "".join(f"{x:>17}" for x in [*(f"theirs {b}" for b in backends), *columns]))
     rows = []
     for point in SWEEP:
@@ -158,7 +158,7 @@ def sweep(timer: Timer) -> list[dict]:
 
 
 def quick(timer: Timer) -> list[dict]:
-    """As routed, and what either way takes; without FlashInfer, with our own attention to the workspace."""
+    """Measures extends as routed, and each way alone; without FlashInfer, our own kernel attends to the workspace."""
     backends = BACKENDS if baseline.version() else ()
     shorts = direct_ways(QUICK_LAUNCHES)
     compiled({"direct": ANY_EXTEND, **shorts}, timer, backends)
@@ -177,7 +177,7 @@ def quick(timer: Timer) -> list[dict]:
 
 
 def fit_rows(path: str) -> list[dict]:
-    """Rows of --quick or --sweep, or of a recorded grid, which has the way that was taken."""
+    """Returns rows of --quick or --sweep, or of a recorded grid, which names the way that was taken."""
     found = json.loads(Path(path).read_text())
     if isinstance(found, list):
         return [row for row in found if "kernel" not in row]
@@ -195,7 +195,7 @@ def fit_rows(path: str) -> list[dict]:
 
 
 def fitted(rows: list[dict]) -> str:
-    """The constants of ``extend_costs.H200`` that rows of --quick or --sweep give."""
+    """Returns the constants of ``extend_costs.H200`` that fit rows of --quick or --sweep."""
     names = {"direct": (direct_terms, NARROW), name_of(LAUNCHES[0]): (direct_terms, NARROW)}
     names |= {"dequantized": (dequantized_terms, CAPACITY)}
     names |= {name_of(x): (dequantized_terms, x[1]) for x in (*WORKSPACES, ("auto", 67584))}
@@ -217,7 +217,7 @@ def fitted(rows: list[dict]) -> str:
 
 
 def gathers(timer: Timer) -> list[dict]:
-    """Dequantizing alone."""
+    """Times dequantization alone."""
     rows = []
     for tokens in (8192, 32768, 65536):
         pool = make_pool([tokens])
@@ -235,7 +235,7 @@ def gathers(timer: Timer) -> list[dict]:
 
 
 def record_grid(timer: Timer) -> Iterator[dict]:
-    """The grid as routed."""
+    """Yields the rows of the grid, as routed."""
     compiled({"direct": ANY_EXTEND}, timer, BACKENDS)
     prefill = flashinfer(*WORKSPACES[-1])
     geometry = Geometry(Q_HEADS, KV_HEADS, D, torch.cuda.get_device_properties(0).multi_processor_count)

@@ -1,10 +1,11 @@
-"""The decode kernel with every method's codes and at other geometries, as ``benchmarks/kernels.py`` measures it.
+"""Times the decode kernel with every method's codes and at other geometries, as ``benchmarks/kernels.py`` does.
 
     python benchmarks/formats.py --out benchmarks/results/kernels_h200.json
 
-Codes other than uniform 2-bit ones take more instructions per element, and more heads to a KV head or wider heads more
-registers: this shows what each costs. Rows are added to the file as ``decode (...)``; ``bandwidth_fraction`` counts
-the bytes of that format. ``--sweep`` compares ways to launch instead, for ``decode.decode_launch``:
+Codes other than uniform 2-bit ones take more instructions per element. More query heads per KV head, or wider heads,
+take more registers. This benchmark shows the cost of each. Rows are added to the file as ``decode (...)``;
+``bandwidth_fraction`` counts the bytes of that format. ``--sweep`` instead compares launches, for
+``decode.decode_launch``:
 
     python benchmarks/formats.py --sweep --out benchmarks/results/launches_h200.json
 """
@@ -30,13 +31,13 @@ from sglang_kvq.kernels.device.codes import record_of
 from sglang_kvq.methods import get_method
 
 SHAPES = [(64, 16384), (8, 32768)]
-#: Registers that --sweep tries, with as many programs as they leave room for; shared memory may hold fewer.
+#: Registers that --sweep tries, with as many programs as they allow; shared memory may hold fewer.
 REGISTERS = [144, 168, 184, 200, 255]
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is measured: records of ``method`` at ``bits``, read by ``q_heads`` query heads over ``kv_heads``."""
+    """A measured case: records of ``method`` at ``bits``, and query heads over KV heads."""
 
     name: str
     method: str = "oscar"
@@ -93,7 +94,7 @@ def rows_of(timer: Timer, bandwidth: float, cases: list[Case], compare: bool):
 
 
 def sweep(timer: Timer, cases: list[Case]):
-    """Print microseconds by stages, registers and programs per SM, the launch in use marked; yield a row of each."""
+    """Prints microseconds by stages, registers and programs per SM, the current launch marked; yields rows."""
     for case in cases:
         used = decode_launch(case.head_dim, case.q_heads // case.kv_heads, record_of(case.format), case.kv_heads)
         launches = {DecodeLaunch(stages, n, 65536 // (32 * n)) for n in REGISTERS for stages in {2, used.stages}} | {

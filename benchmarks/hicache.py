@@ -1,4 +1,4 @@
-"""Quantized pages in host memory and storage: what they answer, save and cost, compared with SGLang's own HiCache.
+"""Measures quantized pages in host memory and storage: answers, savings and costs, compared with SGLang's own HiCache.
 
     python benchmarks/hicache.py answers --out FILE --model FOLDER --methods int2,transform:2.5 --text FILE
     python benchmarks/hicache.py traffic --out benchmarks/results/hicache_h100.json --layers 12 \\
@@ -8,18 +8,18 @@
 
 A file keeps its rows; ``--again`` measures them again. Each part needs SGLang 0.5.22 or newer.
 
-``answers``: a prompt's last tokens, read after its cached pages by a server of one request. Four times: the pages
-stayed, with their BF16 copies; they stayed, but others took those copies; they came from the host; they came from
-files. ``host_apart`` and ``storage_apart`` are the largest differences of a log-probability from the second.
-``kl_…`` is the divergence in nats per token from the first, a lower bound of ``--top`` tokens.
+``answers``: a server with one request reads a prompt's last tokens after its cached pages, four times. First the pages
+stayed with their BF16 copies. Then they stayed, but other prompts took those copies. Then they came from the host, and
+finally from files. ``host_apart`` and ``storage_apart`` are the largest differences of a log-probability from the
+second reading. ``kl_…`` is the divergence from the first in nats per token, a lower bound from ``--top`` tokens.
 
-``traffic``: conversations whose turns come so far apart that the GPU's cache has lost them. Each method runs with
-HiCache, and with ``--kv-quant`` also without. ``working_set`` is how many times the GPU's cache all conversations are.
-``device_share`` and ``host_share`` are parts of all prompt tokens that were cached there.
+``traffic``: conversations whose turns are so far apart that the GPU's cache has evicted them. Each method runs with
+HiCache; with ``--kv-quant`` it also runs without. ``working_set`` is the size of all conversations relative to the
+GPU's cache. ``device_share`` and ``host_share`` are the shares of all prompt tokens that were cached there.
 
-``restart``: a prompt of ``--tokens`` goes to files, the server starts again, and the prompt comes again, a little
-longer. ``storage_ms`` is the time to its first token, ``compute_ms`` that of another prompt of the same length. The
-files' pages are dropped from the system's memory before. ``disk_bytes_per_token`` counts the files' bytes.
+``restart``: a prompt of ``--tokens`` goes to files, the server restarts, and the prompt comes again with a few more
+tokens. ``storage_ms`` is the time to its first token, ``compute_ms`` that of another prompt of the same length. Before
+the restart, the files' pages are dropped from the system's memory. ``disk_bytes_per_token`` counts the files' bytes.
 """
 
 from __future__ import annotations
@@ -55,15 +55,15 @@ from sglang_kvq.rotations.calibration.settings import read_text
 
 Row = dict[str, Any]
 HICACHE = ("--enable-hierarchical-cache", "--hicache-write-policy", "write_through")
-#: Tokens that a prompt has beyond what its first reading cached: a turn.
+#: Tokens of a prompt beyond those that its first reading cached: a turn.
 TURN = 200
-#: Prompts of ``answers`` that only take room: enough for ``POOL`` prompts' pages and for all BF16 pages.
+#: Prompts of ``answers`` that only occupy room, enough for the pages of ``POOL`` prompts and for all BF16 pages.
 OTHERS = range(1000, 1008)
 POOL = 4
 
 
 def storage_flags(folder: Path) -> tuple[str, ...]:
-    """Flags of a server that keeps pages in files, and waits for all of a prompt's before it begins."""
+    """Returns flags of a server that keeps pages in files, and waits for all of a prompt's before it begins."""
     config = json.dumps({"file_storage_path": str(folder)})
     waits = ("--hicache-storage-prefetch-policy", "wait_complete", "--hicache-storage-backend", "file")
     return (*HICACHE, *waits, "--hicache-storage-backend-extra-config", config)
@@ -82,7 +82,7 @@ def files_of(folder: Path) -> tuple[int, int]:
 
 
 def settled(folder: Path) -> tuple[int, int]:
-    """Returns what ``files_of`` does, once a second has brought nothing new."""
+    """Returns the result of ``files_of`` once no file was added for a second."""
     found = files_of(folder)
     while True:
         time.sleep(1.0)
@@ -95,7 +95,7 @@ def wait_for_files(folder: Path, count: int, seconds: float = 120) -> None:
     """Waits until ``count`` files are stored.
 
     Raises:
-        KVQuantError: there are fewer after ``seconds``.
+        KVQuantError: there are fewer files after ``seconds``.
     """
     deadline = time.monotonic() + seconds
     while (found := files_of(folder)[0]) < count:
@@ -116,7 +116,7 @@ def forget_files(folder: Path) -> None:
 
 
 class Answers:
-    """Asks one server for the last tokens of prompts, and says from where their pages came."""
+    """Asks one server for the last tokens of prompts, and reports where their pages came from."""
 
     def __init__(self, running: Server, length: int, top: int, other: Callable[[int], list[int]]) -> None:
         self.running, self.length, self.top, self.other = running, length, top, other
@@ -128,17 +128,17 @@ class Answers:
         return Distributions.from_meta(tokens), cached(meta)
 
     def others(self, numbers: range, turn: int) -> None:
-        """Asks prompts that were never asked, so that their windows take BF16 pages: those from files have none."""
+        """Asks new prompts, so that their windows take BF16 pages; pages that come from files would take none."""
         for number in numbers:
             ids = self.other(number)
             first = turn % len(ids)
             self.running.json("/generate", body(ids[first:] + ids[:first], 1))
 
     def found(self, ids: list[int], place: str) -> Distributions:
-        """Asks, and checks where the pages were.
+        """Asks the prompt, and checks that its pages came from ``place``.
 
         Raises:
-            KVQuantError: they were elsewhere.
+            KVQuantError: they came from elsewhere.
         """
         answer, where = self.ask(ids)
         whole = self.length // PAGE_SIZE * PAGE_SIZE
@@ -147,7 +147,7 @@ class Answers:
         return answer
 
     def row(self, ids: list[int], turn: int) -> Row:
-        """The figures of one prompt, the ``turn``-th of a server."""
+        """Returns the figures of one prompt, which is the server's ``turn``-th."""
         self.running.drain()
         self.running.json("/generate", body(ids[: self.length], 1))
         kept = self.found(ids, "device")
@@ -167,7 +167,7 @@ class Answers:
 
 
 def text_ids(args: argparse.Namespace, count: int, length: int) -> list[list[int]]:
-    """Returns pieces of a text in tokens, or random tokens without one."""
+    """Returns pieces of a text as tokens, or random tokens if there is no text."""
     if not args.text:
         generator = np.random.default_rng(1)
         vocabulary = json.loads((args.model / "config.json").read_text())["vocab_size"]
@@ -181,7 +181,7 @@ def text_ids(args: argparse.Namespace, count: int, length: int) -> list[list[int
 
 
 def answers(args: argparse.Namespace, spec: MethodSpec, folder: Path) -> Iterator[Row]:
-    """A row of a method: the mean and the largest of several prompts."""
+    """Yields a method's row with the mean and the maximum over several prompts."""
     length = args.tokens or 2048
     name = name_of(args.model, args.layers, f"answers, {spec.label}")
     if kept(args, name):
@@ -210,7 +210,7 @@ def answers(args: argparse.Namespace, spec: MethodSpec, folder: Path) -> Iterato
 
 
 def conversations(args: argparse.Namespace) -> Workload:
-    """All of them at once, so that a conversation's next turn comes after a turn of every other one."""
+    """Returns a workload with all conversations at once: the next turn of one comes after a turn of every other one."""
     base = (TINY if args.tiny else WORKLOADS)["chats"]
     (load,) = base.loads
     load = replace(load, clients=args.conversations, requests=args.conversations)
@@ -219,7 +219,7 @@ def conversations(args: argparse.Namespace) -> Workload:
 
 
 def prompt_tokens(running: Server) -> dict[str, float]:
-    """Prompt tokens since the start: all, and those cached, by place."""
+    """Returns the prompt tokens since the start: all of them, and the cached ones by place."""
     text = running.request("/metrics").decode()
     found = {"all": parse(text).get("sglang:prompt_tokens_total", 0.0)}
     lines = [line for line in text.splitlines() if line.startswith("sglang:cached_tokens_total")]
@@ -229,7 +229,7 @@ def prompt_tokens(running: Server) -> dict[str, float]:
 
 
 def traffic(args: argparse.Namespace, spec: MethodSpec, folder: Path) -> Iterator[Row]:
-    """A row of a method with HiCache; with ``--kv-quant`` one without."""
+    """Yields a method's row with HiCache and, with ``--kv-quant``, another row without."""
     workload = conversations(args)
     size = ("--hicache-size", str(args.host_gb)) if args.host_gb else ("--hicache-ratio", "4")
     for tier in (HICACHE, ()) if spec.method != REFERENCE else (HICACHE,):
@@ -259,14 +259,14 @@ def traffic(args: argparse.Namespace, spec: MethodSpec, folder: Path) -> Iterato
 
 
 def first_token_ms(running: Server, ids: list[int]) -> tuple[float, dict[str, int]]:
-    """Returns the milliseconds of an answer of one token, and where its prompt was cached."""
+    """Returns the time of an answer of one token in ms, and where its prompt was cached."""
     begin = time.perf_counter()
     meta = running.json("/generate", body(ids, 1), timeout=600)["meta_info"]
     return 1e3 * (time.perf_counter() - begin), cached(meta)
 
 
 def restart(args: argparse.Namespace, spec: MethodSpec, folder: Path) -> Iterator[Row]:
-    """A row of a method."""
+    """Yields one row for a method."""
     length, pages = args.tokens or 200_000, folder / f"pages-{spec.slug}"
     name = name_of(args.model, args.layers, f"restart, {spec.label}, {length} tokens")
     if kept(args, name):
@@ -294,7 +294,7 @@ def restart(args: argparse.Namespace, spec: MethodSpec, folder: Path) -> Iterato
     forget_files(pages)
     with start() as running:
         servers.warm_up(running, [TURN], vocabulary)
-        for ids in (second[-length // 8 :], second[-length // 8 :] + first[-TURN:]):  # kernels of a turn after a prefix
+        for ids in (second[-length // 8 :], second[-length // 8 :] + first[-TURN:]):  # compiles a turn after a prefix
             first_token_ms(running, ids)
         computed, where = first_token_ms(running, second)
         if sum(where.values()):
@@ -316,7 +316,7 @@ def restart(args: argparse.Namespace, spec: MethodSpec, folder: Path) -> Iterato
 
 
 def kept(args: argparse.Namespace, name: str) -> bool:
-    """Tells if the file has this row already, and says so."""
+    """Returns whether the file has this row already, and prints a line if so."""
     found = not args.again and any(row["scenario"] == name for row in record.read_rows(args.out))
     if found:
         print(f"{name}: kept", flush=True)
@@ -326,7 +326,7 @@ def kept(args: argparse.Namespace, name: str) -> bool:
 def setup_of(args: argparse.Namespace, *flags: str) -> servers.Setup:
     memory = () if args.cpu else ("--mem-fraction-static", args.mem_fraction_static)
     backend = () if args.cpu else ("--attention-backend", args.plain_backend)
-    # Pages of the same length: SGLang's own would be of one token.
+    # Pages of the same length; SGLang's default is one token.
     plain = (*backend, "--page-size", str(PAGE_SIZE))
     return servers.Setup(args.model, args.layers, (*memory, *flags), plain, None, args.cpu)
 

@@ -1,19 +1,19 @@
-"""Bandwidth of pages on their way to host memory and back, at Qwen3-8B's geometry, beside torch's copies.
+"""Measures the bandwidth of copies of pages to and from host memory at Qwen3-8B's geometry, and of torch's copies.
 
     python benchmarks/host_rows.py --out benchmarks/results/host_rows_h100.json
     python benchmarks/host_rows.py --beside --out benchmarks/results/host_rows_h100.json
     python benchmarks/host_rows.py --device cpu --pages 4 --layers 3          # no kernel: the copies in torch alone
 
-Shuffled pages of all layers, to and from shuffled rows of pinned host memory. Every copy is checked byte by byte first;
-a wrong one has no speed. ``torch`` makes the same copies through a staging tensor, and the host waits. ``whole`` is one
-copy of as many consecutive bytes: what the bus carries. ``--programs`` sets how many programs share a load, or gather a
-backup's pages, to choose ``kernels.tiers.host_rows._LOADERS``. Times are medians, launches included. About a minute on
-one GPU.
+Copies shuffled pages of all layers to and from shuffled rows of pinned host memory. Every copy is first checked byte by
+byte; a wrong one gets no speed. ``torch`` makes the same copies through a staging tensor, and the host waits. ``whole``
+is one copy of as many consecutive bytes, which shows what the bus carries. ``--programs`` sets how many programs share
+a load, or gather the pages of a backup, in order to choose ``kernels.tiers.host_rows._LOADERS``. Times are medians and
+include launches. Takes about a minute on one GPU.
 
 ``--beside`` measures copies and decode steps at the same time, on two streams. A step is a CUDA graph of all layers:
 the attention of 48 requests of 12,000 tokens, and a product that reads as many weights as a layer of Qwen3-8B has.
-``slower`` is the time of a step during copies, relative to alone; ``gb_per_s`` is what the copies carried. ``backup
-by a kernel`` writes to host memory without the copy engine.
+``slower`` is the time of a step during copies, relative to its time alone; ``gb_per_s`` is the copies' bandwidth.
+``backup by a kernel`` writes to host memory without the copy engine.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ from sglang_kvq.formats.record import RecordFormat
 
 LAYERS, KV_HEADS, D = 36, 8, 128
 TWO, THREE, FOUR = (PageFormat(D, D, k=CodeFormat(bits), v=CodeFormat(bits)) for bits in (2, 3, 4))
-#: Formats of consecutive layers, repeated. Mixed widths need a table where equal ones would need a stride.
+#: Formats of consecutive layers, repeated. Mixed widths need a table of sizes; equal widths need only a stride.
 FORMATS: dict[str, tuple[RecordFormat, ...]] = {"2.25 bits": (TWO,), "mixed widths": (TWO, FOUR, TWO, THREE)}
 
 
 class Scene:
-    """Pages in a pool, and twice as many rows of host memory; ``reference`` copies in torch."""
+    """Pages in a pool, and twice as many rows of host memory; ``reference`` makes the copies in torch."""
 
     def __init__(self, formats: tuple[RecordFormat, ...], layers: int, pages: int, device: torch.device) -> None:
         table = torch.zeros(1, PAGE_SIZE, dtype=torch.int32, device=device)
@@ -72,7 +72,7 @@ class Scene:
         return host_rows.row_table(self.pool.records, self.layout.offsets)
 
     def backup_by_a_kernel(self) -> None:
-        """Writes to host memory by the kernel that gathers, as backups did before."""
+        """Writes to host memory with the kernel that gathers, as backups did earlier."""
         from sglang_kvq.kernels.tiers import host_rows
 
         host_rows.gather_rows(self.table, self.source, self.host, self.there_on_device)
@@ -91,7 +91,7 @@ class Scene:
             records[self.target] = part.unflatten(1, records.shape[1:])
 
     def check(self) -> None:
-        """Both ways, against what the rows and pages must hold.
+        """Checks a backup and a load against the bytes that rows and pages must hold.
 
         Raises:
             SystemExit: a byte is wrong.
@@ -108,7 +108,7 @@ class Scene:
             raise SystemExit("load: records differ from those backed up; no speed for a wrong result.")
 
     def whole(self, back: bool) -> Callable[[], object]:
-        """One copy of as many bytes, consecutive on both sides."""
+        """Returns one copy of as many bytes, consecutive on both sides."""
         device = torch.empty(self.bytes, dtype=torch.uint8, device=self.device)
         host = self.host.flatten()[: self.bytes]
         return (lambda: device.copy_(host, non_blocking=True)) if back else lambda: host.copy_(device, True)
@@ -120,7 +120,7 @@ def _wait(device: torch.device) -> None:
 
 
 def median_us(run: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """Median microseconds from a launch on an idle device to the end of its work."""
+    """Returns the median microseconds from a launch on an idle device to the end of its work."""
     run()
     spans = []
     for _ in range(repeats):
@@ -161,14 +161,14 @@ def rows_of(args: argparse.Namespace) -> Iterator[dict]:
                     }  # fmt: skip
 
 
-#: Parameters of a layer of Qwen3-8B, nearly, and its hidden size.
+#: Approximate parameters of a layer of Qwen3-8B, and its hidden size.
 WEIGHTS, HIDDEN = 4096 * 47_104, 4096
 #: Requests of a decode step, and tokens of each.
 BATCH, CONTEXT = 48, 12_000
 
 
 class Step:
-    """A decode step's layers in one CUDA graph: attention over quantized pages, and products with weights."""
+    """The layers of a decode step in one CUDA graph: attention over quantized pages, and products with weights."""
 
     def __init__(self, layers: int) -> None:
         from benchmarks.kernel_bench.shapes import DecodeShape
@@ -194,7 +194,7 @@ class Step:
             run()
 
     def us(self, steps: int) -> float:
-        """Microseconds of a step, of ``steps`` in a row on the current stream."""
+        """Returns microseconds per step, over ``steps`` steps in a row on the current stream."""
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         for _ in range(steps):
@@ -204,12 +204,12 @@ class Step:
         return begin.elapsed_time(end) * 1e3 / steps
 
 
-#: Steps that are measured together, and copies that the host is ahead of the device.
+#: Steps that are measured together, and copies by which the host is ahead of the device.
 STEPS, AHEAD = 50, 4
 
 
 def copies_beside(step: Step, stream: torch.cuda.Stream, copy: Callable[[], object]) -> tuple[float, float]:
-    """Returns microseconds of a step while copies run without a pause, and copies a second."""
+    """Returns microseconds per step while copies run without a pause, and copies per second."""
     begin, end, first = (torch.cuda.Event(enable_timing=True) for _ in range(3))
     stream.wait_stream(torch.cuda.current_stream())
     begin.record()
@@ -230,7 +230,7 @@ def copies_beside(step: Step, stream: torch.cuda.Stream, copy: Callable[[], obje
 
 
 def beside_rows(args: argparse.Namespace) -> Iterator[dict]:
-    """A row of each direction and number of pages; of each number of programs for loads."""
+    """Yields a row for each direction and number of pages and, for copies by kernels, each number of programs."""
     step, stream = Step(args.layers), torch.cuda.Stream()
     for pages in args.pages:
         scene = Scene(FORMATS["2.25 bits"], args.layers, pages, torch.device("cuda"))
@@ -288,7 +288,7 @@ def main() -> None:
 
 
 def keep(out: str | None, row: dict) -> None:
-    """Writes a row at once: a run that is cut short keeps what it has."""
+    """Writes a row immediately, so that an interrupted run keeps its rows."""
     if out:
         record.merge(out, "host_rows", [row], key="case")
 

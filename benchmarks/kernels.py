@@ -1,12 +1,12 @@
-"""Microseconds of the kernels beside FlashInfer's BF16 and FP8 ones, at Qwen3-8B's geometry.
+"""Times our kernels and FlashInfer's over BF16 and FP8, at Qwen3-8B's geometry.
 
     python benchmarks/kernels.py --out benchmarks/results/kernels_h200.json
 
-Every figure is the median of CUDA-graph replays with the L2 cache flushed before each, by reading: a flush that
-writes leaves the cache full of lines that the kernel then has to write back (5 to 8 us), which nothing in a
-decode step does; decode rows say what they take after such a flush as well. A kernel whose result is wrong has no
-speed: each is checked first (attention against float64 on the same codes, records bit for bit), and an error beyond
-the bound ends the run. About 2 minutes on one GPU.
+Every figure is the median of CUDA-graph replays. Before each replay the L2 cache is flushed by reading. A flush by
+writing would leave the cache full of lines that the kernel must write back (5 to 8 us), which does not happen in a
+decode step; decode rows also have the time after such a flush. A kernel with a wrong result gets no speed. Each kernel
+is checked first (attention against float64 on the same codes, records bit for bit), and an error beyond the bound ends
+the run. Takes about 2 minutes on one GPU.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def main() -> None:
             Q_HEADS, KV_HEADS, D, torch.device("cuda"), ragged.workspace_tokens(KV_HEADS, D)
         )
         print(f"long prefill chunks: {used}", flush=True)
-        # Short ones first: the others send every chunk to the library from then on.
+        # Short extends run first, because the other rows then send every chunk to the library.
         extends = [short_rows(timer, prefill), extend_rows(timer, None)] + (
             [extend_rows(timer, prefill)] if prefill else []
         )
@@ -148,7 +148,7 @@ def main() -> None:
             for row in part:
                 rows.append(row)
                 show(row)
-        finally:  # what was measured is kept, also where the next result is wrong
+        finally:  # rows already measured are kept, even if the next result is wrong
             if args.out and rows:
                 record.merge(args.out, "kernels", rows, key="kernel", copy_gb_per_s=round(bandwidth / 1e3))
 

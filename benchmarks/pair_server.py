@@ -1,4 +1,4 @@
-"""A prefill and a decode server that together look like one server of a tiny model."""
+"""A prefill and a decode server that together behave like one server of a tiny model."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from typing import Any
 from benchmarks.tiny_server import TinyServer, empty
 
 ROOT = Path(__file__).resolve().parent.parent
-#: Transfer back ends that a pair can have; the first is the default.
+#: Transfer backends that a pair may use; the first is the default.
 ENGINES = ("mooncake_tcp", "nixl")
 
 
 def mode(engine: str = ENGINES[0]) -> tuple[str, ...]:
-    """Returns the flags of a server of a pair; its role comes next."""
+    """Returns the flags of a server of a pair; the server's role must follow."""
     return ("--disaggregation-transfer-backend", engine, "--disaggregation-mode")
 
 
 def on_a_cpu(folder: Path, path: str, drafts: bool = False) -> str:
-    """Returns a PYTHONPATH with which servers transfer pages on a CPU: SGLang's shortcut for page ids needs CUDA.
+    """Returns a PYTHONPATH with which servers transfer pages on a CPU; SGLang's shortcut for page ids needs CUDA.
 
     Args:
-        path: what else it has.
-        drafts: they verify drafts, with stand-ins for kernels of machines with AMX.
+        path: the rest of the PYTHONPATH.
+        drafts: whether servers verify drafts, with stand-ins for kernels that need AMX.
     """
     name, place = "transfers_on_cpu", folder / "plugins"
     info = place / f"{name}-0.0.dist-info"
@@ -46,17 +46,17 @@ def on_a_cpu(folder: Path, path: str, drafts: bool = False) -> str:
 def hang_up(response: Any) -> None:
     """Ends the connection of a response that another thread may be reading.
 
-    Closing alone waits for that thread, and it for a server that may answer nothing more.
+    Closing alone would wait for that thread, which may wait for a server that sends nothing more.
     """
     with suppress(OSError, AttributeError):
         response.fp.raw._sock.shutdown(socket.SHUT_RDWR)
 
 
 class PairServer:
-    """Sends each request to both, as SGLang's router does.
+    """Sends each request to both servers, as SGLang's router does.
 
     Args:
-        port: where the prefill server tells the other one its address.
+        port: port at which the prefill server gives the decode server its address.
     """
 
     def __init__(self, prefill: TinyServer, decode: TinyServer, port: int) -> None:
@@ -98,14 +98,14 @@ class PairServer:
     # -- requests -----------------------------------------------------------------------------------------
 
     def request(self, path: str, asked: Any = None, timeout: float = 300.0) -> bytes:
-        """Sends what is no prompt, such as an abort, to both; returns the decode server's answer."""
+        """Sends other requests than prompts, such as an abort, to both servers. Returns the decode server's answer."""
         answers = [server.request(path, asked, timeout) for server in self.both]
         return answers[-1]
 
     def json(self, path: str, asked: Any = None, timeout: float = 300.0) -> Any:
-        """Returns the decode server's answer, or a list of them for a list of prompts.
+        """Returns the decode server's answer, or a list of answers for a list of prompts.
 
-        ``cached_tokens`` is the prefill server's, which has read them.
+        ``cached_tokens`` comes from the prefill server, which has read the prompts.
         """
         if path != "/generate":
             return self.decode.json(path, asked, timeout)
@@ -131,7 +131,7 @@ class PairServer:
     def stream(
         self, path: str, asked: dict[str, Any], timeout: float = 120, headers: Mapping[str, str] | None = None
     ) -> Iterator[Any]:
-        """The decode server's open response; whoever leaves it early leaves both servers."""
+        """Yields the decode server's open response; leaving it early abandons the request on both servers."""
         asked = self._in_a_room(asked)
         opened: list[Any] = []
         left = threading.Event()
@@ -160,7 +160,7 @@ class PairServer:
     # -- looking inside -----------------------------------------------------------------------------------
 
     def held_when_empty(self) -> list[str]:
-        """Lists what the servers hold although nothing runs and their caches were flushed; [] is what should be."""
+        """Lists what the servers hold although nothing runs and their caches were flushed; [] if all is right."""
         empty(self)
         named = zip(("prefill", "decode"), self.both)
         return [f"the {name} server: {line}" for name, server in named for line in server.held()]

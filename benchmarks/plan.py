@@ -1,11 +1,11 @@
-"""What a planned decode step costs around attention, planned by kernels and by torch, at Qwen3-8B's geometry.
+"""Times the plan of a decode step, made by kernels and by torch, at Qwen3-8B's geometry.
 
     python benchmarks/plan.py --out benchmarks/results/kernels_h200.json
 
-A step is planned if some request fills a page or begins one. Here one of the batch does, in each step: it takes the
-BF16 copy that was used least recently, and the page that leaves its window is quantized for all layers. All BF16 pages
-are in use. Both planners must agree first, in every table and every record. Host time is what the call takes while
-the device is idle; device time is that of all kernels and copies, from torch's profiler. Under a minute on one GPU;
+A step is planned if some request fills a page or begins one. Here one request of the batch does so in each step. It
+takes the least recently used BF16 copy, and the page that leaves its window is quantized for all layers. All BF16 pages
+are in use. Both planners must first agree in every table and every record. Host time is the time of the call while the
+device is idle; device time is that of all kernels and copies, from torch's profiler. Takes under a minute on one GPU;
 rows replace those of the same name in the file.
 """
 
@@ -34,14 +34,14 @@ from sglang_kvq.constants import PAGE_SIZE
 
 LAYERS = 36
 SHAPES = [(1, 131072), (8, 32768), (64, 16384), (256, 4096)]
-#: Steps until every BF16 copy is in use, then those that are timed, and profiled.
+#: Steps until every BF16 copy is in use, then timed steps, then profiled steps.
 FILL, TIMED, PROFILED = 40, 41, 10
 STEPS = FILL + TIMED + PROFILED
 KINDS = {"plan_step (triton)": TritonTierManager, "plan_step (torch)": TierManager}
 
 
 class Batch:
-    """Requests in the middle of decoding, of which one at a time begins a page."""
+    """Requests in the middle of decoding, one of which begins a page in each step."""
 
     def __init__(self, batch: int, context: int) -> None:
         self.batch, self.context = batch, context
@@ -59,7 +59,7 @@ class Batch:
         self.table[1:] = (order[:, :, None] * PAGE_SIZE + torch.arange(PAGE_SIZE, device="cuda")).flatten(1)
 
     def manager(self, kind: type[TierManager]) -> TierManager:
-        """All requests prefilled; ``FILL`` BF16 pages are still free."""
+        """Returns a manager with all requests prefilled; ``FILL`` BF16 pages are still free."""
         windows = SINK // PAGE_SIZE + RECENT // PAGE_SIZE + 1
         pages, slots = self.batch * self.pages_each, self.batch * windows + FILL
         pool = PagePool.allocate(
@@ -81,13 +81,13 @@ class Batch:
 
 
 def check(ours: TierManager, theirs: TierManager, shape: str) -> None:
-    """End the run unless both are in the same state."""
+    """Ends the run unless both managers are in the same state."""
     pairs = {name: (getattr(ours, name), getattr(theirs, name)) for name in ("slot_page", "row_len", "records_written")}
     pairs |= {
         name: (getattr(ours.pool, name), getattr(theirs.pool, name)) for name in ("row_sink_end", "row_history_end")
     }
     pairs["page_slot"] = (ours.pool.page_slot, theirs.pool.page_slot)
-    pairs["page_valid"] = (ours.page_valid[1:], theirs.page_valid[1:])  # of page 0 it means nothing
+    pairs["page_valid"] = (ours.page_valid[1:], theirs.page_valid[1:])  # page 0's flag means nothing
     pairs["slot_stamp"] = (ours.slot_stamp[1:], theirs.slot_stamp[1:])
     pairs |= {
         f"records of layer {i}": (x[1:], y[1:]) for i, (x, y) in enumerate(zip(ours.pool.records, theirs.pool.records))
@@ -102,7 +102,7 @@ def check(ours: TierManager, theirs: TierManager, shape: str) -> None:
 
 
 def measure(batch: Batch, tiers: TierManager) -> dict[str, float]:
-    """One planned step: microseconds of the device and of the host (median), and launches."""
+    """Returns the device's and the host's (median) microseconds of one planned step, and its launches."""
     spans = []
     for step in range(FILL, FILL + TIMED):
         torch.cuda.synchronize()

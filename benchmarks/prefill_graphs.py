@@ -1,18 +1,18 @@
-"""What CUDA graphs for prefill are worth: the time to the first token of short prompts, with and without them.
+"""Measures the gain of CUDA graphs for prefill: the time to the first token of short prompts, with and without them.
 
     python benchmarks/prefill_graphs.py --out benchmarks/results/prefill_graphs_h100.json
     python benchmarks/prefill_graphs.py --layers 8 --out FILE     # a small model: launches are most of the time
     python benchmarks/prefill_graphs.py --plain-backend triton --out FILE
 
-Qwen3-8B's geometry (``--model`` takes another of ``benchmarks/models``) with dummy weights: nothing is downloaded.
-Servers run one after the other on one GPU and differ in the flags of ``SERVERS`` only. Prompts are random and share no
-prefix.
+Uses Qwen3-8B's geometry (``--model`` takes another of ``benchmarks/models``) with dummy weights, so that nothing is
+downloaded. Servers run one after the other on one GPU and differ only in the flags of ``SERVERS``. Prompts are random
+and share no prefix.
 
 ttft_TxN        ms to the first token of N prompts of T tokens that arrive at once: the median over rounds, of each
                 round's slowest. Its first and third quartile are in ``quartiles_ms`` of ``workloads.py``'s row.
-logprobs        the mean and the largest difference of log-probabilities of a tiny model's prompts with ``--kv-quant``,
-                with and without graphs (``difference``), and of two servings without (``noise``). The command fails if
-                the first is above three times the second, and above what rounding moves.
+logprobs        mean and largest difference of log-probabilities of a tiny model's prompts with ``--kv-quant``, with and
+                without graphs (``difference``), and between two servings without (``noise``). The command fails if
+                the difference is above three times the noise and above the effect of rounding.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from benchmarks.tiny_server import TinyServer, body, plugin_path
 from launch.server import Server
 
 TOKENS, AT_ONCE = (64, 128, 256, 512, 1024), (1, 8)
-#: Rounds that count, and those before them.
+#: Rounds that count, and rounds before them.
 ROUNDS, BEFORE = 50, 10
-#: A server's flags by its name; ours also has rotations.
+#: A server's flags by its name; servers with ``oscar`` also have rotations.
 GRAPHS, NO_GRAPHS = ("--cuda-graph-backend-prefill", "breakable"), ("--disable-prefill-cuda-graph",)
 SERVERS = {"plain": GRAPHS, "plain_eager": NO_GRAPHS, "oscar": GRAPHS, "oscar_eager": NO_GRAPHS}
-#: Prompts of the tiny model: within windows, with a history, and several at once.
+#: Lengths of the tiny model's prompts: within windows, and with a history; several also run at once.
 CHECKED = (70, 300, 1000, 1500)
 ROUNDING = 0.04
 
@@ -63,7 +63,7 @@ def quartiles(slowest: Sequence[Stream]) -> list[float]:
 
 
 def logprobs(folder: Path, flags: tuple[str, ...]) -> list[list[float]]:
-    """What a tiny model says of its prompts: each alone, then all at once."""
+    """Returns a tiny model's log-probabilities of its prompts: each prompt alone, then all at once."""
     model, env = MODELS["qwen3"].write(folder), plugin_path(folder)
     log = folder / f"tiny-{len(flags)}.log"
     more = ("--kv-quant", "int4", "--chunked-prefill-size", "512", "--context-length", "2048")
@@ -77,7 +77,7 @@ def logprobs(folder: Path, flags: tuple[str, ...]) -> list[list[float]]:
 
 
 def compare(folder: Path) -> dict:
-    """The row ``logprobs``."""
+    """Returns the row ``logprobs``."""
     graphs, eager = logprobs(folder, GRAPHS), logprobs(folder, NO_GRAPHS)
     half = len(CHECKED)
     noise = _difference(eager[:half], eager[half:])

@@ -1,8 +1,9 @@
-"""Error of every kind of code on Gaussian rows, with clips and gains, and of TurboQuant's second quantizer (QJL).
+"""Measures every kind of code on Gaussian rows, with clips and gains, and TurboQuant's second quantizer (QJL).
 
     python benchmarks/quantizers.py --out benchmarks/results/quantizers.json
 
-A random rotation, or a Hadamard matrix on enough unequal coordinates, makes rows like these. About a minute on a CPU.
+A random rotation, or a Hadamard matrix on enough unequal coordinates, makes rows like these. Takes about a minute on a
+CPU.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ UNIFORM, LLOYD, SPHERE = (
     {"levels": "sphere", "statistic": "norm"},
 )
 CLIPS = (1.0, 0.98, 0.96, 0.92, 0.88, 0.86)
-#: Each row against as many queries.
+#: Number of queries that each row is multiplied by.
 QUERIES = 64
 
 
 def compare(exact: torch.Tensor, found: torch.Tensor) -> dict[str, float]:
-    """Of scores q k: squared error over mean square, and the slope of what is found over what is."""
+    """Returns the squared error of scores q k over their mean square, and the slope of found scores over exact ones."""
     power = exact.square().mean(dtype=torch.float64)
     return {
         "score_error": float((found - exact).square().mean(dtype=torch.float64) / power),
@@ -41,7 +42,7 @@ def compare(exact: torch.Tensor, found: torch.Tensor) -> dict[str, float]:
 
 
 def measure(rows: torch.Tensor, q: torch.Tensor, code: CodeFormat, clip: float) -> dict[str, Any]:
-    """One code: squared error over the rows' own, beside the least possible for a Gaussian source, 2^(-2 bits)."""
+    """Measures one code: its relative squared error, and the least possible for a Gaussian, 2^(-2 bits)."""
     d = rows.shape[-1]
     values = dequantize_rows(*quantize_rows(rows, d, clip_rank(d, clip), code), code)
     exact = rows.float()
@@ -51,7 +52,7 @@ def measure(rows: torch.Tensor, q: torch.Tensor, code: CodeFormat, clip: float) 
 
 
 def measure_qjl(rows: torch.Tensor, q: torch.Tensor, code: CodeFormat, draws: int = 4) -> dict[str, Any]:
-    """A code of one bit less and the sketch of its residual, over several projections."""
+    """Measures a code of one bit less with the sketch of its residual, averaged over several projections."""
     exact = q @ rows.float().T
     found = []
     for seed in range(draws):

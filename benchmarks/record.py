@@ -1,4 +1,4 @@
-"""The form of a result: what was measured, where, with what, by which command."""
+"""The format of a result file: what was measured, where, with which versions and by which command."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from sglang_kvq.evaluation import provenance
 
 ROOT = Path(__file__).resolve().parent.parent
-#: Where a result comes from: fields of a file, or of a row that an earlier run left in it.
+#: Source of a result: fields of a file, or of a row that an earlier run left in it.
 SOURCE = ("command", "commit", "dirty", "date")
 #: Fields of every file.
 HEADER = {"name", *SOURCE, "device", "versions", "rows"}
@@ -23,7 +23,7 @@ def device_name() -> str:
 
 
 def command() -> list[str]:
-    """What was typed: ``python FILE …``, or ``python -m MODULE …`` of a module or a package that is run."""
+    """Returns the command that was typed: ``python FILE …``, or ``python -m MODULE …`` for a module or package."""
     file = Path(os.path.relpath(sys.argv[0], ROOT))
     spec = sys.modules["__main__"].__spec__
     if file.name == "__main__.py":
@@ -36,21 +36,21 @@ def command() -> list[str]:
 
 
 def write(path: str | Path, name: str, rows: list[dict], **more) -> None:
-    """Write one result file; a row is a flat dict of plain values."""
+    """Writes one result file; a row is a flat dict of plain values."""
     result = {**provenance.header(name, command(), device_name()), **more, "rows": rows}
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     Path(path).write_text(json.dumps(result, indent=1) + "\n")
 
 
 def read_rows(path: str | Path) -> list[dict]:
-    """Rows of a result file; none if it does not exist."""
+    """Returns the rows of a result file; none if the file does not exist."""
     return json.loads(Path(path).read_text())["rows"] if Path(path).exists() else []
 
 
 def merge(path: str | Path, name: str, rows: list[dict], *, key: str, **more) -> None:
-    """``write``, keeping the file's rows whose ``key`` is not among the new ones, and what else it says of its run.
+    """Writes rows, and keeps the file's rows whose ``key`` is not among the new ones, and its other fields.
 
-    A row kept from a run at another commit or by another command says so itself.
+    A row that is kept from another run records that run's commit and command.
     """
     kept = []
     if Path(path).exists():

@@ -1,4 +1,4 @@
-"""What a server gains from ``--kv-quant oscar``: step times, prefill speed, output of long contexts, latencies.
+"""Measures the gain of ``--kv-quant oscar``: step times, prefill speed, output of long contexts, latencies.
 
     python benchmarks/serving.py --out benchmarks/results/serving_h200.json
 
@@ -8,37 +8,38 @@
     python benchmarks/serving.py --model benchmarks/models/gpt-oss-120b --layers 12 --plain-backend fa3 \\
         --scenarios tokens,decode --out FILE
 
-Qwen3-8B's geometry (``--model`` takes another of ``benchmarks/models``) with dummy weights and random rotations:
-nothing is downloaded. Two servers, one after the other, differ in ``--kv-quant`` and in nothing else but the attention
+Uses Qwen3-8B's geometry (``--model`` takes another of ``benchmarks/models``) with dummy weights and random rotations,
+so that nothing is downloaded. Two servers run one after the other. They differ only in ``--kv-quant`` and the attention
 backend (the plugin brings its own). All prompts are random token ids, the same for both servers, and no two share a
 prefix.
 
-At most 9 minutes. Filling the larger cache for ``output`` takes longer than that leaves: for its full figure run
-``--scenarios output --servers none``, then ``--scenarios output --servers oscar``, each with its own 9 minutes,
-at the same commit.
+Takes at most 9 minutes. Filling the larger cache for ``output`` takes longer than that leaves. For its full figure run
+``--scenarios output --servers none``, then ``--scenarios output --servers oscar``, each with its own 9 minutes, at the
+same commit.
 
-A *cached context* of L tokens is one whose KV is in the server's prefix tree when its request arrives: a first
-request with the same L tokens has ended, and the measured one repeats them with one token more. Its prefill is
-therefore one token; a run in which a server reports fewer cached tokens than L - 64 stops with an error
-(L - 320 of hybrids, whose recurrent states are kept every 256 tokens).
+A *cached context* of L tokens is one whose KV is in the server's prefix tree when its request arrives: an earlier
+request with the same L tokens has ended, and the measured one repeats them with one more token. Its prefill is
+therefore one token. A run stops with an error if a server reports fewer cached tokens than L - 64 (L - 320 for hybrids,
+whose recurrent states are kept every 256 tokens).
 
 decode_SxL    ms per decode step of S concurrent streams with cached contexts of L tokens: the median time
               between events of a stream, divided by the tokens that an event brings, while all S run; the
               better of two such runs.
 prefill_L     tokens/s of new L-token prompts, one at a time, in chunks of 8K: L over the median time to the
               first token.
-tokens        tokens that the server's cache holds at the flags of these scenarios (capacity.py's are leaner).
+tokens        tokens that the server's cache holds with the flags of these scenarios (capacity.py's are leaner).
 output_NxL    output tokens/s while as many of N contexts of L tokens are decoded at once as the server holds
               (``none_resident``, ``oscar_resident``), all distinct and all cached. This is the rate within a
-              wave: a server that holds fewer needs more waves for the N, each after a prefill that is counted
-              for neither server. When time runs out before a server's cache is full (``--minutes``), its rate
-              is that of the contexts it has, fewer than it could hold (``none_fits``, ``oscar_fits``).
+              wave: a server that holds fewer contexts needs more waves for the N. Each later wave begins with a
+              prefill, which is counted for neither server. If time runs out before a server's cache is full
+              (``--minutes``), its rate is that of its contexts so far (``none_fits`` and ``oscar_fits`` count those
+              that it could hold).
 profile_*     with --profile: us per step in which kernels run, while the streams of ``decode_*`` at its longest context
-              or of ``output_*`` are decoded once more under SGLang's profiler; the time between kernels (``idle``) and
-              the kernels' own (us, launches per step) beside it.
+              or of ``output_*`` are decoded once more under SGLang's profiler; also the time between kernels (``idle``)
+              and each kernel's own time (us, launches per step).
 spec_SxL_N    with --speculation N: ms per output token as in ``decode_SxL``, while each step verifies N drafts, of
-              which SGLang pretends to accept 2.5 on average (SGLANG_SIMULATE_ACC_LEN); ``*_step_ms`` is 2.5 times that,
-              a step's time. The draft is a model of one layer of the same shapes (STANDALONE) with dummy weights, the
+              which SGLang pretends to accept 2.5 on average (SGLANG_SIMULATE_ACC_LEN); ``*_step_ms``, a step's time,
+              is 2.5 times that. The draft model (STANDALONE) has one layer of the same shapes with dummy weights, the
               same on both servers.
 ttft_, tpot_  ms to the first token and per later token, means over requests with new prompts at the same
               concurrency on both servers (closed loop).
@@ -69,13 +70,13 @@ from launch.server import Server, ServerError
 from sglang_kvq.evaluation import provenance
 
 GROUPS = ("decode", "prefill", "latency", "output", "tokens", "spec")
-#: Without --speculation or --scenarios.
+#: Groups that run without --speculation or --scenarios.
 PLAIN = GROUPS[:-2]
 SERVERS = ("none", "oscar")
-FAILED: list[str] = []  # groups, as they fail
+FAILED: list[str] = []  # groups that failed so far
 PROFILED = 8  # steps
-SIMULATED = 2.5  # tokens of a verification, on average
-EVENT = 8  # tokens of a stream's event: the server's Python must not be what is measured
+SIMULATED = 2.5  # mean accepted tokens of a verification
+EVENT = 8  # tokens of a stream's event: the server's Python must not dominate the measurement
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ class Scale:
     measured: int  # output tokens of a stream
     prefill: int
     prompts: int
-    latency: tuple[int, int, int, int]  # requests, of which at once, prompt, output
+    latency: tuple[int, int, int, int]  # requests, requests at once, prompt, output
     output: tuple[int, int, int]  # requests, context, output
 
     @property
@@ -115,13 +116,13 @@ def size(tokens: int) -> str:
 
 @dataclass
 class Stream:
-    """The answer to one request, as it came back.
+    """The answer to one request, as received.
 
     Attributes:
         begin: ``time.perf_counter()`` when it was sent.
         events: (seconds, output tokens so far).
-        forward: the server's seconds since the epoch when its prefill began and when its result was there; None if
-            the server does not say, which it does with ``--enable-metrics``.
+        forward: when the server's prefill began and when its result was ready, in seconds since the epoch; None if the
+            server does not report it, which needs ``--enable-metrics``.
     """
 
     begin: float
@@ -135,10 +136,10 @@ class Stream:
 
     @property
     def stages(self) -> tuple[float, float, float] | None:
-        """Seconds until the prefill begins, until its result is there, and until the first token is received."""
+        """Seconds until the prefill begins, until its result is ready, and until the first token is received."""
         if self.forward is None:
             return None
-        sent = self.begin + time.time() - time.perf_counter()  # since the epoch, as the server's
+        sent = self.begin + time.time() - time.perf_counter()  # since the epoch, like the server's times
         entered, left = self.forward
         return entered - sent, left - entered, sent + self.ttft - left
 
@@ -149,46 +150,47 @@ class Stream:
 
 
 class Failed(RuntimeError):
-    """A scenario gave no figure; the others may."""
+    """A scenario gave no figure; others still may."""
 
 
 class Client:
-    """Requests to one server, by an asyncio loop of its own."""
+    """Sends requests to one server, in its own asyncio loop."""
 
     def __init__(
         self, server: Server, vocabulary: int, layers: int, profiled: bool = False, uncached: int = 64
     ) -> None:
-        """
+        """Creates a client.
+
         Args:
-            layers: that attend over the KV cache: a profile counts launches of each.
+            layers: layers that attend over the KV cache; a profile counts launches per layer.
             uncached: tokens of a cached context that may be computed again.
         """
         self.uncached = uncached
         self.server, self.vocabulary, self.layers = server, vocabulary, layers
         self.profiled = profiled
-        self.streams: list[Stream] = []  # begun since the last profile
+        self.streams: list[Stream] = []  # streams begun since the last profile
 
     def prompt(self, kind: str, index: int, tokens: int) -> list[int]:
         generator = np.random.default_rng([*kind.encode(), index])
         return generator.integers(10, self.vocabulary - 10, tokens).tolist()
 
     def run(self, prompts: list[list[int]], tokens: int, at_once: int | None = None) -> list[Stream]:
-        """Greedy answers of exactly ``tokens`` tokens."""
+        """Returns greedy answers of exactly ``tokens`` tokens."""
         bodies = [json.dumps(self._body(prompt, tokens)).encode() for prompt in prompts]
         return asyncio.run(self._run(bodies, tokens, at_once or len(bodies)))
 
     def cache(self, prompts: list[list[int]], deadline: float = float("inf")) -> int:
-        """Put contexts into the prefix tree, two at a time, until the deadline; how many are in it."""
+        """Puts contexts into the prefix tree, two at a time, until the deadline. Returns how many are in it."""
         done = 0
         while done < len(prompts) and time.monotonic() < deadline:
             done += len(self.run(prompts[done : done + 2], 1))
         return done
 
     def decode(self, prompts: list[list[int]], tokens: int) -> list[Stream]:
-        """Streams over contexts that are in the tree.
+        """Returns streams over contexts that are in the tree.
 
         Raises:
-            Failed: one was not.
+            Failed: a context was not in the tree.
         """
         streams = self.run([[*prompt, 5] for prompt in prompts], tokens)
         for prompt, stream in zip(prompts, streams):
@@ -197,10 +199,10 @@ class Client:
         return streams
 
     def profile(self, prompts: list[list[int]], tokens: int) -> dict:
-        """``traces.per_step`` of steps in which all the streams run.
+        """Returns ``traces.per_step`` for steps in which all the streams run.
 
         Raises:
-            Failed: the profiler saw nothing.
+            Failed: the profiler recorded nothing.
         """
         self.streams = []
         with ThreadPoolExecutor(1) as pool, tempfile.TemporaryDirectory() as folder:
@@ -255,7 +257,7 @@ class Client:
 
 
 def together(streams: list[Stream]) -> list[list[tuple[float, int]]]:
-    """Each stream's events while all of them run.
+    """Returns each stream's events during the time when all of them run.
 
     Raises:
         Failed: they never ran at once.
@@ -292,7 +294,7 @@ def decode(client: Client, scale: Scale, deadline: float):
 
 
 def spec(client: Client, scale: Scale, deadline: float):
-    """``decode`` of a server that verifies drafts, of which SGLang runs fewer requests at once."""
+    """Yields ``decode`` for a server that verifies drafts, where SGLang runs fewer requests at once."""
     info = client.server.info()
     drafts = info["speculative_num_draft_tokens"]
     most = info["internal_states"][0]["effective_max_running_requests_per_dp"]
@@ -309,7 +311,7 @@ def spec(client: Client, scale: Scale, deadline: float):
 
 
 def draft_model(model: Path, folder: Path) -> Path:
-    """A checkpoint's config with one layer; its weights are dummies like the target's."""
+    """Writes a checkpoint's config with one layer to ``folder``; its weights are dummies like the target's."""
     config = json.loads((model / "config.json").read_text())
     config["num_hidden_layers"] = 1
     for path in model.iterdir():
@@ -345,7 +347,7 @@ def tokens(client: Client, scale: Scale, deadline: float):
 def output(client: Client, scale: Scale, deadline: float):
     requests, context, answer = scale.output
     room = client.server.info()["max_total_num_tokens"]
-    # Of each: the context, the answer, and two pages partly filled. Two pages of a hundred stay free.
+    # Each context needs its tokens, the answer, and two partly filled pages. Two percent of the pages stay free.
     fits = min(requests, int(room * 0.98) // (context + answer + 128))
     client.server.drain()
     prompts = [client.prompt("output", i, context) for i in range(fits)]
@@ -359,8 +361,8 @@ def output(client: Client, scale: Scale, deadline: float):
 
 
 def measure(client: Client, scale: Scale, groups: list[str], deadline: float):
-    """(scenario, unit, value, fields of this server, fields of the scenario), as they are measured."""
-    # Kernels that compile at their first use: a chunk after a chunk, short prompts, a few streams.
+    """Yields (scenario, unit, value, fields of this server, fields of the scenario), as they are measured."""
+    # Compiles kernels at their first use: a chunk after a chunk, short prompts, a few streams.
     client.run([client.prompt("warm", 0, 2 * scale.chunk + 70)], 2)
     client.run([client.prompt("warm", 1 + i, 70 + 30 * i) for i in range(scale.decode[0][0])], 70)
     for group in groups:
@@ -372,7 +374,7 @@ def measure(client: Client, scale: Scale, groups: list[str], deadline: float):
 
 
 def graph_flags(scale: Scale, groups: list[str]) -> list[str]:
-    """No graph that these groups do not replay: capturing one takes seconds, those of prefills minutes."""
+    """Returns flags for only the CUDA graphs that these groups replay, because capturing takes long."""
     decode = max(streams for streams, _ in scale.decode)
     most = {"decode": decode, "spec": decode, "latency": scale.latency[1], "output": scale.output[0]}
     flags = ["--cuda-graph-max-bs-decode", str(max(most.get(group, 1) for group in groups))]
@@ -393,7 +395,7 @@ def show(row: dict) -> None:
 
 
 def show_kernels(row: dict, name: str) -> None:
-    """What one server's profiled steps are made of; nothing of other rows."""
+    """Prints the kernels of one server's profiled steps; does nothing for other rows."""
     if kernels := row.get(f"{name}_kernels"):
         print(f"  {row[f'{name}_idle']} us without a kernel; us and launches per step of")
         print(
@@ -403,7 +405,7 @@ def show_kernels(row: dict, name: str) -> None:
 
 
 def plot(out: Path) -> None:
-    """Step time against context length, from the result file; nothing where matplotlib is not installed."""
+    """Plots step time against context length from the result file; does nothing without matplotlib."""
     try:
         import matplotlib
     except ImportError:
@@ -463,7 +465,7 @@ def main() -> None:
     for given, known in ((groups, GROUPS), (servers, SERVERS)):
         if unknown := set(given) - set(known):
             parser.error(f"{', '.join(unknown)}: not one of {', '.join(known)}")
-    deadline = time.monotonic() + 60 * args.minutes - 60  # the last contexts, the wave, the exit
+    deadline = time.monotonic() + 60 * args.minutes - 60  # leaves time for the last contexts, the wave and the exit
     config = json.loads((args.model / "config.json").read_text())
     geometry, cut = geometry_and_flags(args.model, args.layers)
     flags = [*FLAGS, *cut, "--chunked-prefill-size", str(scale.chunk), "--context-length", str(scale.longest)]
@@ -471,7 +473,7 @@ def main() -> None:
     flags += [] if args.cpu else ["--mem-fraction-static", args.mem_fraction_static]
     flags += graph_flags(scale, groups)
     rows: dict[str, dict] = {r["scenario"]: r for r in record.read_rows(args.out)} if len(servers) == 1 else {}
-    for row in rows.values():  # a row measured again has a new source
+    for row in rows.values():  # a row measured again gets a new source
         for name in record.SOURCE:
             row.pop(name, None)
     measured = []
@@ -507,7 +509,7 @@ def main() -> None:
                     measured += [scenario] if scenario not in measured else []
                     show(row)
                     show_kernels(row, name)
-                    # After every figure, so that a run cut short keeps what it has.
+                    # Written after every figure, so that an interrupted run keeps its rows.
                     record.merge(args.out, "serving", [rows[s] for s in measured], key="scenario")
             print(f"{name}: {time.monotonic() - begin:.0f} s in all", flush=True)
     print(f"\n{'scenario':16} {'unit':12} {'none':>12} {'oscar':>12} {'ratio':>9}")

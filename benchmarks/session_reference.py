@@ -1,13 +1,16 @@
-"""Checks which pages of a conversation an answer read: transformers reads the same, and then all of them but one.
+"""Checks which pages of a conversation an answer read, by reading the same pages, and all but one, in transformers.
 
-A server reads a stored page from its record or in BF16, as BF16 pages are left, and computes a prompt in pieces that
-fit its batches. So two right answers to one prompt differ. ``Reference`` finds two faults among such differences:
+A server reads a stored page from its record or in BF16, depending on which BF16 pages are free, and computes a prompt
+in pieces that fit its batches. Two correct answers to one prompt can therefore differ. Despite such differences,
+``Reference`` finds two faults:
 
-- A page was not read (``Readings.missing``). How the likely tokens change without a page is known. Least squares say
-  how much of each page's change an answer has: none if the page was read, all if it was not, or another in its place.
-- An answer is far from every reading of these pages (``Readings.distance``). One end is the prompt computed at once
-  with nothing quantized. The other is computed in small pieces that read all but sinks and recent tokens from records.
-  A right answer is no farther from the nearer end than the ends are from each other and rounding moves it.
+- A page was not read (``Readings.missing``). The reference computes how the log-probabilities of likely tokens change
+  without each page. A least-squares fit then gives the share of each page's change in the answer: 0 if the page was
+  read, 1 if it was not read or another page was read instead.
+- An answer is far from every correct reading of these pages (``Readings.distance``). At one end, the prompt is computed
+  at once and nothing is quantized. At the other, it is computed in small pieces that read everything but sinks and
+  recent tokens from records. A correct answer is no farther from the nearer end than the ends are from each other, plus
+  rounding.
 """
 
 from __future__ import annotations
@@ -26,24 +29,26 @@ from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.rotations.maths.fake_quant import page_round_trip
 from sglang_kvq.rotations.resolve import resolve_formats, resolve_rotations
 
-#: Likely tokens of each step whose log-probabilities are compared. One token's say little: an answer may repeat it.
+#: Likely tokens of each step whose log-probabilities are compared. One token alone says little, because an answer may
+#: repeat it.
 TOP = 24
 #: Change of log-probabilities by BF16's rounding alone, in nats. ``docs/testing.md`` has 0.015 to 0.042.
 ROUNDING = 0.042
-#: Tokens of a piece in which the quantized end is computed. Smaller ones take longer.
+#: Tokens per piece in which the quantized end is computed. Smaller pieces take longer.
 PIECE = 4 * PAGE_SIZE
-#: Parts of a prompt that is read whole. A single page of it changes too little.
+#: Parts into which a prompt that is read whole is divided, because a single page of it would change too little.
 PARTS = 4
 
 
 @dataclass
 class SessionAnswer(Answer):
-    """An answer of a session.
+    """An answer in a session.
 
     Attributes:
         top: log-probabilities of the likely tokens of each step.
-        history, pages: what was chosen from, and what of it was read; 0 and none if the prompt was read whole.
-        retracted: how often it gave its memory up and began again.
+        history, pages: tokens from which pages were chosen, and the pages that were read; 0 and none if the prompt was
+            read whole.
+        retracted: how often the request was retracted and restarted.
     """
 
     top: list[dict[int, float]] = field(default_factory=list)
@@ -54,12 +59,12 @@ class SessionAnswer(Answer):
 
 @dataclass(frozen=True)
 class Readings:
-    """The likely tokens of an answer as the ends read them: mean absolute differences in nats.
+    """Differences between an answer and the reference, over likely tokens: mean absolute differences in nats.
 
     Attributes:
-        exact, quantized: of the answer to the end with nothing, and to the one with all quantized that can be.
-        between: of the two ends.
-        missing: of each page (or part of what was read whole), the share that the answer lacks.
+        exact, quantized: distance of the answer from the end without quantization, and from the end with the most.
+        between: distance between the two ends.
+        missing: share of each page (or of each part, if the prompt was read whole) that the answer lacks.
     """
 
     exact: float
@@ -74,12 +79,12 @@ class Readings:
 
     @property
     def distance(self) -> float:
-        """The same as a share of what lies between the ends and of rounding, which are independent of each other."""
+        """Distance to the nearer end, relative to the ends' distance and rounding combined, which are independent."""
         return self.nearest / math.hypot(self.between, ROUNDING)
 
     @property
     def most_missing(self) -> float:
-        """The largest share."""
+        """The largest share of a page that the answer lacks."""
         return max(self.missing)
 
     def __str__(self) -> str:
@@ -87,19 +92,19 @@ class Readings:
         return f"distance {self.distance:.2f}: {nats}, {self.most_missing:.2f} of a page missing"
 
 
-#: Keys and values of tokens, ``[1, kv_heads, tokens, D]`` for each layer; empty for no tokens.
+#: Keys and values of tokens, ``[1, kv_heads, tokens, D]`` per layer; empty for no tokens.
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 def joined(first: Pairs, second: Pairs) -> Pairs:
-    """Keys and values of tokens one after the other."""
+    """Concatenates the keys and values of two token sequences."""
     if not (first and second):
         return first or second
     return [(torch.cat([a, c], 2), torch.cat([b, d], 2)) for (a, b), (c, d) in zip(first, second)]
 
 
 def taken(layers: Pairs, at: torch.Tensor | slice) -> Pairs:
-    """Keys and values of some tokens."""
+    """Selects the keys and values of some tokens."""
     return [(keys[:, :, at], values[:, :, at]) for keys, values in layers]
 
 
@@ -107,7 +112,7 @@ class Reference:
     """A model in transformers, in float32.
 
     Args:
-        piece: tokens in which the quantized end computes a prompt.
+        piece: tokens per piece in which the quantized end computes a prompt.
     """
 
     def __init__(self, folder: Path, device: str, config: KVQuantConfig, piece: int = PIECE) -> None:
@@ -123,7 +128,7 @@ class Reference:
     def several(self, answers: Sequence[SessionAnswer]) -> list[Readings]:
         """Compares answers to one prompt with both ends; they may have read different pages."""
         prompt, history = answers[0].prompt, answers[0].history
-        # What is read whole is stored up to its last page's end, and read from there.
+        # A prompt that is read whole is stored up to the end of its last page and read from there.
         stored = history or (len(prompt) - 1) // PAGE_SIZE * PAGE_SIZE
         pieces = [self.piece] * math.ceil(stored / self.piece)
         exact, quantized = self.whole(prompt[:stored]), self.in_pieces(prompt[:stored], pieces)
@@ -137,25 +142,25 @@ class Reference:
         (other,) = self.likely(answer, taken(quantized, at), stored, hidden[:1])
         found = torch.tensor([logprob for step in answer.top for logprob in step.values()])
         distances = [(one - found).abs().mean().item() for one in (end, other)]
-        # What quantizing does is a direction of its own, or it would be taken for a bit of every page.
+        # Quantization gets its own direction; otherwise the fit would attribute it to the pages.
         changes = torch.stack([*without, other]) - end
         shares = torch.linalg.lstsq(changes.T.double(), (found - end).double()[:, None]).solution[:-1, 0]
-        if not answer.history:  # almost nothing else is read, so to lack the same of each part changes nothing
+        if not answer.history:  # almost nothing else is read, so lacking equal shares of all parts changes nothing
             shares -= shares.mean()
         return Readings(*distances, (end - other).abs().mean().item(), shares.tolist())
 
     @staticmethod
     def _parts(answer: SessionAnswer, stored: int) -> list[torch.Tensor]:
-        """Positions of the tokens of each page that was read, or of each part if all were."""
+        """Returns the token positions of each page that was read, or of each part if the whole prompt was read."""
         if answer.history:
             return [torch.arange(page * PAGE_SIZE, (page + 1) * PAGE_SIZE) for page in answer.pages]
         return list(torch.arange(stored).tensor_split(min(PARTS, stored // PAGE_SIZE)))
 
     def likely(self, answer: SessionAnswer, layers: Pairs, start: int, hidden: torch.Tensor) -> torch.Tensor:
-        """Log-probabilities of the answer's likely tokens behind stored ones, one step after the other.
+        """Returns log-probabilities of the answer's likely tokens after stored ones, step by step.
 
         Args:
-            hidden: ``[readings, stored tokens]``: those that a reading does not see.
+            hidden: ``[readings, stored tokens]``; tokens that a reading does not see.
         """
         new = answer.prompt[start:] + answer.tokens
         logits, _ = self._extend(layers, new, start, len(answer.tokens) + 1, hidden)
@@ -164,16 +169,16 @@ class Reference:
         return scores
 
     def whole(self, tokens: list[int]) -> Pairs:
-        """Keys and values of tokens that are computed at once."""
+        """Returns keys and values of tokens that are computed at once."""
         return self._extend([], tokens, 0, 1)[1]
 
     @torch.no_grad()
     def in_pieces(self, tokens: list[int], pieces: Sequence[int]) -> Pairs:
-        """Keys and values as they are read from records, of tokens computed piece by piece.
+        """Returns keys and values as read from records, of tokens computed piece by piece.
 
         Args:
-            pieces: lengths, of all tokens together. Each piece reads sinks and recent tokens of those before it
-                exactly, and the rest from records.
+            pieces: lengths that add up to all tokens. Each piece reads sinks and recent tokens of earlier pieces
+                exactly, and their other tokens from records.
         """
         exact, records, begin = Pairs(), Pairs(), 0
         for piece in pieces:
@@ -191,14 +196,14 @@ class Reference:
     def _extend(
         self, before: Pairs, tokens: list[int], start: int, logits: int, hidden: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, Pairs]:
-        """Logits of the last tokens, ``[readings, logits, vocabulary]``, and keys and values of all of them."""
+        """Returns logits of the last tokens, ``[readings, logits, vocabulary]``, and the new keys and values."""
         from transformers import DynamicCache
 
         count, length = 1 if hidden is None else len(hidden), before[0][0].shape[2] if before else 0
         cache, new = DynamicCache(), torch.tensor([tokens], device=self.device).expand(count, -1)
         for index, pair in enumerate(before):
             cache.update(*(x.expand(count, -1, -1, -1) for x in pair), index)
-        mask = None  # all that is stored, and the new tokens up to each
+        mask = None  # attends to all stored tokens and, causally, to new ones
         if hidden is not None:
             seen = torch.ones(len(tokens), length + len(tokens), dtype=torch.bool, device=self.device).tril(length)
             seen = seen.expand(count, 1, -1, -1).clone()
@@ -209,7 +214,7 @@ class Reference:
         return out.logits, [(layer.keys[:, :, length:], layer.values[:, :, length:]) for layer in cache.layers]
 
     def _quantized(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of whole pages as they are read from records."""
+        """Returns keys and values of whole pages as they are read from records."""
         both = [
             x[0] if matrices is None else x[0] @ matrices[layer] for x, matrices in zip((keys, values), self.rotations)
         ]
@@ -222,7 +227,7 @@ class Reference:
 
 
 def another_page(answer: SessionAnswer, rng: random.Random) -> SessionAnswer:
-    """The answer as if another page of its history had been read instead of one of those that were."""
+    """Returns the answer with one of its pages replaced by another page of its history."""
     pages, rest = list(answer.pages), set(range(answer.history // PAGE_SIZE)) - set(answer.pages)
     pages[rng.randrange(len(pages))] = rng.choice(sorted(rest))
     return replace(answer, pages=sorted(pages))

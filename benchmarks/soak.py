@@ -1,18 +1,18 @@
-"""Hours of use in minutes: mixed traffic on a server with little room, answers compared with the same requests alone.
+"""Hours of use in minutes: mixed traffic on a server with little room, whose answers are compared.
 
     python benchmarks/soak.py --minutes 8 --out benchmarks/results/soak_h200.json
 
 Clients send prompts of 16 to 12,000 tokens with prefixes from a changing tree, conversations, sessions, several samples
-of a prompt, and requests that they abort or leave; the pool is small, so that eviction and retraction happen. A second
-server
-with the same settings serves one request at a time: it caches an answer's prompt and tells the log-probabilities of the
-answer's tokens (``benchmarks/answers.py``). What requests alone differ by is measured first, and bounds the rest: an
-answer beyond it is wrong. Every minute the traffic stops; then nothing may be held.
+of a prompt, and requests that they abort or abandon. The pool is small, so that eviction and retraction happen. A
+second server with the same settings serves one request at a time: it caches an answer's prompt and returns the
+log-probabilities of the answer's tokens (``benchmarks/answers.py``). First, the differences of requests that run alone
+are measured; they bound the rest, and an answer beyond the bound is wrong. Every minute the traffic stops, and then
+nothing may be held.
 
-``--minutes`` is of traffic; starting two servers and measuring take 1 to 3 more, all ends by ``--limit``. The tiny
-model's answers depend strongly on its cache (``benchmarks/tiny_models.py``): the row's ``wrong_page_seen`` is the share
-of answers with one page of their prompt exchanged that the bound finds wrong. ``--fault`` exchanges a page of every
-tenth prompt before comparing, and must fail.
+``--minutes`` counts traffic only. Starting two servers and measuring take 1 to 3 minutes more, and everything ends by
+``--limit``. The tiny model's answers depend strongly on its cache (``benchmarks/tiny_models.py``). The row's
+``wrong_page_seen`` is the share of answers that the bound finds wrong if one page of their prompt is exchanged.
+``--fault`` exchanges a page of every tenth prompt before comparing, and must fail.
 """
 
 from __future__ import annotations
@@ -51,28 +51,30 @@ from sglang_kvq.server_process import ServerFailed, free_port
 
 GPU = Scale(16, 12000, (4, 48), (200, 400), 32768, 2048, 16, 24, 24, 0.3, 60.0, 90)
 CPU = Scale(16, 700, (4, 12), (20, 40), 2560, 256, 4, 5, 8, 3.0, 60.0, 8)
-#: SGLang's own knob retracts as if memory had run out: releases differ in how close they let it come.
+#: An SGLang test setting retracts requests as if memory had run out, because releases differ in how close they let it
+#: come.
 RETRACT = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "300"}
-#: A bound is this many times the worst of what was measured: thousands are compared, some dozens are measured.
+#: The bound relative to the worst measured difference; thousands of answers are compared, but only dozens are measured.
 FACTOR = 3.0
-#: Kinds of requests that are asked alone, in turn; see ``Checker.calibrate``.
+#: Kinds of requests that are measured alone, in rotation; see ``Checker.calibrate``.
 CALIBRATED = ("cold", "after a part", "resumed", "beside another", "late")
-#: A kind that HiCache makes common: pages were computed from records only, and are read as such.
+#: A kind that HiCache makes common: pages were computed only from records, and are themselves read from records.
 LATE_TWICE = "late twice"
-#: Of the second control: as many as two requests of one batch shared when a row was repointed too early.
+#: Wrong pages of the second control: as many as two requests of a batch shared when a row was repointed too early.
 WRONG_PAGES = 9
-LEAST = 0.04  # nats, mean of an answer: what BF16's rounding alone does (tests/gpu)
+LEAST = 0.04  # nats, mean of an answer: the effect of BF16's rounding alone (tests/gpu)
 
 
 class Checker:
-    """Compares answers, on a server that nobody else uses."""
+    """Compares answers on a server that nobody else uses."""
 
     def __init__(self, reference: TinyServer, scale: Scale, fault: bool, hicache: bool = False) -> None:
         self.reference, self.scale, self.fault = reference, scale, fault
         self.kinds = (*CALIBRATED, LATE_TWICE, LATE_TWICE, LATE_TWICE) if hicache else CALIBRATED
         self.bound = Bound(0.0, 0.0)
         self.calibrated: list[Difference] = []
-        #: By how many pages of the prompt are wrong; several are what a row gives that points elsewhere.
+        #: Differences by the number of wrong pages in the prompt; a row that points elsewhere gives several wrong
+        #: pages.
         self.controls: dict[int, list[Difference]] = {1: [], WRONG_PAGES: []}
         self.compared, self.tokens, self.wrong, self.failed, self.again = 0, 0, 0, 0, 0
         self.worst = Difference(0.0, 0.0, 0)
@@ -93,15 +95,15 @@ class Checker:
         return token_difference(answer.logprobs, there)
 
     def tail(self, rng: random.Random) -> list[int]:
-        """Tokens that push all before them out of a request's window."""
+        """Returns tokens that push all earlier ones out of a request's window."""
         return [rng.randrange(2, VOCABULARY) for _ in range(KVQuantConfig.recent_tokens + PAGE_SIZE)]
 
     def others(self, rng: random.Random) -> list[list[int]]:
-        """Prompts that take all BF16 pages of what was cached before."""
+        """Returns prompts that take all BF16 copies of pages cached before."""
         return [draw_tokens(rng, 2 * PAGE_SIZE, 8 * PAGE_SIZE) for _ in range(3 * self.scale.requests)]
 
     def pages_exchanged(self, answer: Answer, count: int = 1) -> Answer | None:
-        """The answer as one to a prompt with ``count`` other pages in a row; None if its prompt has no whole page."""
+        """Returns the answer with ``count`` adjacent pages of its prompt exchanged; None without a whole page."""
         pages = len(answer.prompt) // PAGE_SIZE
         if not pages:
             return None
@@ -111,17 +113,17 @@ class Checker:
         return replace(answer, prompt=prompt)
 
     def calibrate(self, server: TinyServer, until: float) -> None:
-        """Requests alone: cold; after a part of their prompt; resumed; beside another; late.
+        """Measures requests that run alone: cold, after a part of their prompt, resumed, beside another, late.
 
-        ``resumed`` goes on after a part of its answer. ``beside another`` begins as a longer prompt does that was there
-        before: what it finds cached of that one lies outside the longer one's window, so it reads quantized what a
-        request with a prompt of its own would read in BF16. ``late`` finds its whole prompt cached, but by then others
-        have taken all its BF16 copies, those of its sinks too. ``late twice`` does so for a half of its prompt, and
-        then for all of it.
+        A ``resumed`` request goes on from a part of its answer. One ``beside another`` shares its beginning with an
+        earlier, longer prompt: it reads quantized what it would otherwise have in BF16, because the cached part lay
+        outside the longer prompt's window. A ``late`` request finds its whole prompt cached, but others have taken all
+        its BF16 copies, including those of sinks. ``late twice`` does this for half of the prompt, and then for all of
+        it.
         """
         rng = random.Random(7)
         answers = []
-        more = 1 if self.kinds == CALIBRATED else 4  # a page's past matters: rare cases must be among them
+        more = 1 if self.kinds == CALIBRATED else 4  # a page keeps its past: rare cases must be among them
         for n in range(more * self.scale.calibration):
             if time.monotonic() > until and n >= 3:
                 break
@@ -129,7 +131,7 @@ class Checker:
             count = rng.randint(*(self.scale.long_answer if n % 10 == 2 else self.scale.answer))
             server.drain()
             kind = self.kinds[n % len(self.kinds)]
-            if kind == "after a part":  # written in another piece, and quantized before the rest saw it
+            if kind == "after a part":  # written in another piece, and quantized before the rest read it
                 server.json("/generate", body(prompt[: rng.randint(1, len(prompt))], 1), timeout=120)
             if kind in ("late", LATE_TWICE):
                 for part in (prompt,) if kind == "late" else (prompt[: len(prompt) // 2], prompt):
@@ -147,7 +149,7 @@ class Checker:
             else:
                 answer = _ask(server, prompt, count)
             answers.append((kind, answer))
-        # The reference may be the same server, so all are asked first.
+        # The reference may be the same server, so all requests are sent first.
         for kind, answer in answers:
             whole = kind not in ("cold", "resumed")
             self.calibrated.append(self.difference(answer, cached=0 if whole else None))
@@ -159,11 +161,11 @@ class Checker:
     def check(self, answer: Answer) -> None:
         """Counts one answer.
 
-        One beyond the bound is compared again: its prompt read in one piece; what was cached of it read as a part of a
-        longer prompt, whose window was elsewhere; and read when others had taken all its BF16 pages, like those that
-        come from the host. A client cannot know which of these its request met. If it is of a conversation, its turns
-        are also computed one after the other, each from pages of the turns before whose BF16 copies others have taken:
-        a page keeps what it was computed from.
+        An answer beyond the bound is compared again in other ways, because a client cannot know which of these its
+        request met. The prompt is read in one piece. Its cached part is read as part of a longer prompt, whose window
+        was elsewhere. It is read after others have taken all its BF16 copies, like pages that come from the host. For a
+        conversation, the turns are also computed one after the other, each from pages of earlier turns without BF16
+        copies: a page keeps the effect of the pages it was computed from.
         """
         try:
             if self.fault and self.compared % 10 == 9:
@@ -195,12 +197,12 @@ class Checker:
                 )
 
     def seen(self, pages: int = 1) -> float | None:
-        """The share of controls with so many wrong pages that the bound finds wrong."""
+        """Returns the share of controls with so many wrong pages that the bound finds wrong."""
         found = self.controls[pages]
         return statistics.fmean(not self.bound.holds(d) for d in found) if found else None
 
     def wrong_page_mean(self) -> float | None:
-        """Of one wrong page, the median of the controls."""
+        """Returns the median control value for one wrong page."""
         return statistics.median(d.mean for d in self.controls[1]) if self.controls[1] else None
 
 
@@ -216,7 +218,7 @@ def _rounded(value: float | None, digits: int) -> float | None:
 
 
 class Soak:
-    """The run and its row, which is written whatever happens."""
+    """Runs the soak and keeps its row, which is written whatever happens."""
 
     def __init__(self, args: argparse.Namespace, folder: Path, gpus: int) -> None:
         self.args, self.folder, self.gpus, self.cpu = args, folder, gpus, args.device == "cpu"
@@ -254,18 +256,18 @@ class Soak:
 
     @property
     def streaming(self) -> bool:
-        """True if some clients keep streaming sessions; drafts, HiCache and pairs do not know them."""
+        """True if some clients keep streaming sessions; servers with drafts, HiCache or a pair do not support them."""
         return self.args.speculation == "none" and not self.args.hicache and not self.args.pair
 
     def own_flags(self) -> list[str]:
-        """Flags of the server with traffic only: alone, answers come without drafts, from pages that never left."""
+        """Returns flags of the server with traffic only; the reference answers without drafts and HiCache."""
         if self.args.hicache:
             storage = ["--hicache-storage-backend", "file"] if self.args.hicache == "file" else []
             return ["--enable-hierarchical-cache", "--hicache-ratio", "2", "--enable-cache-report", *storage]
         return ["--enable-streaming-session"] if self.streaming else self.drafts()
 
     def drafts(self) -> list[str]:
-        """Flags of the server that drafts, if one does."""
+        """Returns flags of the server that drafts, if one does."""
         if self.args.speculation == "none":
             return []
         return [
@@ -274,7 +276,7 @@ class Soak:
         ]
 
     def make_pair(self, gpus: tuple[int, int]) -> PairServer:
-        """The decode server retracts, and drafts; n-grams need nothing of the other."""
+        """Returns a pair whose decode server retracts and drafts; n-grams need nothing from the prefill server."""
         port, env = free_port(), {}
         if self.cpu:
             known = plugin_path(self.folder).get("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
@@ -286,14 +288,14 @@ class Soak:
 
     def make(self, name: str, gpu: int, env: dict[str, str], own: Sequence[str]) -> TinyServer:
         model = self.model.write(self.folder)
-        # Checked whenever idle; tests/gpu also checks between steps, which would slow the traffic.
+        # The check runs whenever the server is idle. tests/gpu also checks between steps, which would slow the traffic.
         base = {IDLE_CHECK: "1", **plugin_path(self.folder)}
         flags = [*self.flags(), *own]
         base["SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"] = str(self.folder / "pages")
         return TinyServer(model, flags, cpu=self.cpu, log=self.folder / f"{name}.log", env={**base, **env}, gpus=[gpu])
 
     def offer(self, answer: Answer) -> None:
-        """An answer to be compared: by the second server as soon as it can, or later, a random choice of all."""
+        """Offers an answer for comparison: to the second server now, or as one of a random sample for later."""
         if self.second:
             with suppress(queue.Full):
                 self.waiting.put_nowait(answer)
@@ -311,7 +313,7 @@ class Soak:
                 self.checker.check(self.waiting.get(timeout=0.2))
 
     def held(self) -> None:
-        """Nothing runs: what is held is counted, in tokens."""
+        """Counts what is held, in tokens, while nothing runs."""
         try:
             left = self.server.held_when_empty()
             tiers = [state.get("kv_quant", {}).get("tiers", {}) for state in self.server.states()]
@@ -321,7 +323,7 @@ class Soak:
         if left:
             self.stopped += left
             self.say(f"held when drained: {left}")
-            # A leak that ended the server has no number but those in its log.
+            # If a leak ended the server, only its log has the numbers.
             for line in left:
                 numbers = re.findall(r"(\d+) tokens? leaked", line)
                 self.leaked += sum(map(int, numbers)) or (1 if "leak" in line.lower() and not self.leaked else 0)
@@ -336,7 +338,7 @@ class Soak:
         reference = self.make("reference", second_gpu, {}, streaming) if self.second else self.server
         servers = [self.server, reference] if self.second else [self.server]
         try:
-            with ThreadPoolExecutor(len(servers)) as pool:  # it lives as long as the servers: they end with its threads
+            with ThreadPoolExecutor(len(servers)) as pool:  # servers end with its threads
                 for job in [pool.submit(s.start, max(self.limit - time.monotonic(), 1)) for s in servers]:
                     job.result()
                 self.say(f"{len(servers)} servers started; requests alone are measured")
@@ -370,7 +372,7 @@ class Soak:
         if self.second:
             comparing.start()
         begin = time.monotonic()
-        # Without a second server, comparing takes its part of the time afterwards.
+        # Without a second server, the comparison takes its share of the time afterwards.
         end = min(
             begin + 60 * self.args.minutes * (1 if self.second else 0.5), self.limit - (15 if self.second else 60)
         )
@@ -498,18 +500,18 @@ class Soak:
 
 
 def at_share(latencies: Sequence[float], share: float) -> float | None:
-    """Milliseconds that this share of the ascending seconds does not exceed; None without any."""
+    """Returns the milliseconds that this share of the ascending seconds does not exceed; None if there are none."""
     place = min(int(share * len(latencies)), len(latencies) - 1)
     return round(1e3 * latencies[place], 1) if latencies else None
 
 
 def retractions(log: str) -> int:
-    """Requests that SGLang retracted, by its log."""
+    """Returns how many requests SGLang retracted, according to its log."""
     return sum(map(int, re.findall(r"#retracted_reqs: (\d+)", log)))
 
 
 def _used(server: TinyServer) -> int:
-    """Tokens that SGLang counts as used, once its snapshot is of the idle server; 0 where the release tells none."""
+    """Returns the tokens that SGLang counts as used once it is idle; 0 if the release does not report them."""
     for _ in range(20):
         try:
             loads = server.json("/v1/loads", timeout=30).get("loads", [])
@@ -572,4 +574,4 @@ def main() -> int:
 if __name__ == "__main__":
     code = main()
     sys.stdout.flush()
-    os._exit(code)  # clients' threads may still wait for a server that is gone
+    os._exit(code)  # clients' threads may still wait for a dead server

@@ -1,24 +1,25 @@
-"""Sessions in a pool too small for all of them, with retraction: every answer is compared with a model of its own.
+"""Sessions in a pool too small for all of them, with retraction; every answer is compared with a reference model.
 
     python benchmarks/soak_sessions.py --minutes 2 --out benchmarks/results/soak_sessions_h200.json
     python benchmarks/soak_sessions.py --device cpu --minutes 1.5 --out FILE
     python benchmarks/soak_sessions.py --device cpu --judge ANSWERS --out FILE
 
-Clients, each a tenant, hold conversations with ``--episodic-policy retrieve``. They edit what was said, leave, abort
-and sometimes ask without a session. Tenants use the same names for sessions. The pool holds a few histories, so copies
-of pages wait and histories are evicted and computed again. Some conversations and their copies exceed the whole pool.
-SGLang's own knob retracts requests as if memory had run out.
+Clients, each a tenant, hold conversations with ``--episodic-policy retrieve``. They edit earlier messages, disconnect,
+abort, and sometimes ask without a session. Tenants use the same names for sessions. The pool holds a few histories, so
+copies of pages wait, and histories are evicted and computed again. Some conversations with their copies exceed the
+whole pool. A test setting of SGLang retracts requests as if memory had run out.
 
-After each answer the server says which pages it read. Afterwards transformers reads these, and no others
-(``benchmarks/session_reference.py``). An answer is wrong if it lacks more than half of a page that it says it read, or
-if it is farther from all readings of these pages than they are from each other. ``alone_missing`` and
-``alone_distance`` are the worst of answers alone, which must hold too. A stream that takes back what it said is an
+With each answer the server reports which pages it read. Afterwards transformers reads these pages and no others
+(``benchmarks/session_reference.py``). An answer is wrong if it lacks more than half of a page that it reports, or if it
+is farther from all readings of these pages than they are from each other. ``alone_missing`` and ``alone_distance`` are
+the worst values of answers that ran alone, which must be right too. A stream that contradicts its earlier part is an
 error. Two kinds of answers are not wrong, but counted: those that the server ends with an error, and those that lack a
-log-probability (``incomplete``), as SGLang 0.5.16's sometimes do after a retraction. ``wrong_page_seen`` is the share
-of answers from chosen pages that are found wrong with another page. ``--fault`` exchanges a page of every second such
-answer, and must fail. FILE's ``.answers.gz`` has all answers, for ``--judge``, which needs no server.
+log-probability (``incomplete``), which SGLang 0.5.16 sometimes omits after a retraction. ``wrong_page_seen`` is the
+share of answers from chosen pages that are found wrong if a page is exchanged. ``--fault`` exchanges a page of every
+second such answer, and must fail. FILE's ``.answers.gz`` has all answers for ``--judge``, which needs no server.
 
-``--minutes`` is of traffic. It goes on, for five times as long at most, until enough was answered from chosen pages.
+``--minutes`` counts traffic only. The traffic continues, at most five times as long, until enough answers came from
+chosen pages.
 """
 
 from __future__ import annotations
@@ -53,16 +54,16 @@ from sglang_kvq.evaluation import provenance
 from sglang_kvq.server_process import ServerFailed
 from tests.e2e import word_embeddings
 
-#: Largest share of a page that a right answer may seem to lack: one that read the page lacks 0, one that did not 1.
+#: Largest share of a page that a right answer may seem to lack: the value is 0 if the page was read, and 1 if not.
 LACKING = 0.5
-#: Largest distance of an answer from the nearer end, as a share of what lies between the ends.
+#: Largest distance of an answer from the nearer end, relative to the distance between the ends.
 BOUND = 1.0
 RECENT = 128  #: ``--kv-quant-recent``
-PATIENCE = 600  #: Seconds until an answer counts as lost: a CPU may be shared with much else.
-LONGER = 5.0  #: Times that the traffic may take if too little was answered from chosen pages.
-#: Statuses of answers that SGLang or the router gives up under pressure.
+PATIENCE = 600  #: Seconds until an answer counts as lost: other work may share the CPU.
+LONGER = 5.0  #: Limit of the traffic's time, in multiples, if too few answers came from chosen pages.
+#: Statuses with which SGLang or the router gives up an answer under pressure.
 GIVEN_UP = (500, 503)
-#: Weights with which each kind of turn is drawn.
+#: Weights of each kind of turn.
 TURNS = {"ask": 62, "edit": 12, "disconnect": 10, "abort": 8, "plain": 8}
 
 
@@ -71,9 +72,9 @@ class SessionScale(Scale):
     """Sizes in tokens.
 
     Attributes:
-        shortest, longest: of a conversation when it begins, and from which on it is not continued.
+        shortest, longest: length at which a conversation begins, and length from which it is not continued.
         retract: steps between two retractions.
-        compared: answers, at most; least: answers from chosen pages, or too little happened.
+        compared, least: most answers to compare, and least answers from chosen pages for a valid run.
     """
 
     budget: int
@@ -106,12 +107,13 @@ class GaveUp(Exception):
 
 
 class SessionTraffic(Traffic):
-    """Conversations of one server. Each thread is a tenant."""
+    """Conversations on one server. Each thread is a tenant."""
 
     def __init__(self, server: TinyServer, scale: SessionScale, seed: int, checked: Callable[[Answer], None]) -> None:
         super().__init__(server, scale, seed, checked)
         self.kinds = {"talk": 1}
-        #: Sessions whose last request was left or aborted. It may still run, so what the next answer read is not known.
+        #: Sessions whose last request was abandoned or aborted. It may still run, so the pages of the next answer are
+        #: not known.
         self.left: set[tuple[str, str]] = set()
 
     def _talk(self, rng: random.Random, talk: Talk) -> None:
@@ -146,14 +148,14 @@ class SessionTraffic(Traffic):
         return {"Authorization": f"Bearer {tenant}"}
 
     def ask(self, rng: random.Random, prompt: list[int], tenant: str, name: str | None) -> SessionAnswer:
-        """The answer to a prompt, streamed or not, greedy or sampled.
+        """Returns the answer to a prompt, streamed or not, greedy or sampled.
 
         Raises:
-            GaveUp: the server said that it gave up.
+            GaveUp: the server reports that it gave up.
             ValueError: the answer contradicts itself.
         """
         count, begin = self._length(rng), time.monotonic()
-        # Two words of the vocabulary are special tokens, which a text would not have.
+        # Two words of the vocabulary are special tokens, which would be missing in the text.
         sampling = {"temperature": rng.choice((0.0, 1.0)), "skip_special_tokens": False}
         logprobs = {"return_logprob": True, "top_logprobs_num": TOP}
         asked = body(prompt, count, stream=rng.random() < 0.6, sampling_params=sampling, **logprobs)
@@ -172,7 +174,7 @@ class SessionTraffic(Traffic):
                     f"{len(said)} tokens of {count}, log-probabilities of {len(pairs)} and of {len(top)} steps, "
                     f"retracted {retracted} times"
                 )
-            # SGLang 0.5.16 sometimes leaves out one log-probability of a retracted request, with all of its tokens.
+            # SGLang 0.5.16 sometimes omits one log-probability of a retracted request, though it returns all tokens.
             pairs, top = [], []
         if (words := " ".join(map(word, said))) != " ".join(out["text"].split()):
             raise ValueError(f"the text is {out['text']!r}, its tokens' {words!r}")
@@ -190,10 +192,10 @@ class SessionTraffic(Traffic):
         return answer
 
     def _chunks(self, asked: dict, tenant: str) -> Iterator[dict]:
-        """Yields what the server says of an answer, until its end.
+        """Yields the parts of an answer that the server sends, until its end.
 
         Raises:
-            GaveUp, ValueError: it ends with an error.
+            GaveUp, ValueError: the answer ends with an error.
         """
         try:
             with self.server.stream("/generate", asked, timeout=PATIENCE, headers=self.headers(tenant)) as response:
@@ -216,7 +218,7 @@ def word(token: int) -> str:
 
 
 def write_tokenizer(folder: Path) -> None:
-    """A word for each token: sessions decode prompts, to embed them."""
+    """Writes a tokenizer with one word per token; sessions need it to decode prompts and embed them."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import Whitespace
@@ -229,7 +231,7 @@ def write_tokenizer(folder: Path) -> None:
 
 
 def make_server(folder: Path, scale: SessionScale, method: str, cpu: bool) -> TinyServer:
-    """A server with ``--episodic-policy retrieve``, which needs a tokenizer."""
+    """Returns a server with ``--episodic-policy retrieve``, which needs a tokenizer."""
     model = MODELS["llama"].write(folder)
     write_tokenizer(model)
     path, embedder = word_embeddings.install(folder / "embedder")
@@ -252,7 +254,7 @@ def make_server(folder: Path, scale: SessionScale, method: str, cpu: bool) -> Ti
 
 
 def alone(traffic: SessionTraffic, scale: SessionScale) -> list[SessionAnswer]:
-    """Answers of conversations one after the other: the first is read cold, the next behind what was computed."""
+    """Returns answers of conversations one after the other; only each first turn is read cold."""
     rng, found = random.Random(5), list[SessionAnswer]()
     most = min(scale.longest // 2, scale.pool - scale.budget - 4 * PAGE_SIZE)
     for n in range(scale.calibration // 2):
@@ -264,14 +266,14 @@ def alone(traffic: SessionTraffic, scale: SessionScale) -> list[SessionAnswer]:
 
 
 def is_wrong(found: Readings) -> bool:
-    """Returns True if the answer did not read what it says."""
+    """Returns whether the answer did not read the pages that it reports."""
     return found.most_missing > LACKING or found.distance > BOUND
 
 
 def compared(
     reference: Reference, measured: list[SessionAnswer], found: list[SessionAnswer], most: int, fault: bool
 ) -> dict:
-    """Fields of the row: answers, or a random choice of them, against the reference."""
+    """Returns fields of the row: a comparison of answers, or of a random choice of them, with the reference."""
     rng = random.Random(9)
     alone = [reference.several([answer])[0] for answer in measured]
     rng.shuffle(found)
@@ -309,14 +311,14 @@ def compared(
 
 
 def write_answers(path: Path, measured: list[SessionAnswer], found: list[SessionAnswer], row: dict) -> None:
-    """Writes all that ``--judge`` needs."""
+    """Writes everything that ``--judge`` needs."""
     answers = [[asdict(answer) for answer in some] for some in (measured, found)]
     with gzip.open(path, "wt") as file:
         json.dump({"measured": answers[0], "found": answers[1], "row": row}, file)
 
 
 def read_answers(path: Path) -> tuple[list[SessionAnswer], list[SessionAnswer], dict]:
-    """Answers alone, answers of the traffic, and fields of the row."""
+    """Reads answers that ran alone, answers of the traffic, and fields of the row."""
     with gzip.open(path, "rt") as file:
         content = json.load(file)
 
@@ -330,7 +332,7 @@ def read_answers(path: Path) -> tuple[list[SessionAnswer], list[SessionAnswer], 
 def serve(
     server: TinyServer, scale: SessionScale, minutes: float, seed: int
 ) -> tuple[list[SessionAnswer], list[SessionAnswer], dict]:
-    """Answers alone, answers of the traffic, and fields of the row."""
+    """Returns answers that ran alone, answers of the traffic, and fields of the row."""
     found: list[SessionAnswer] = []
     measured = alone(SessionTraffic(server, scale, 77, found.append), scale)
     print(f"{len(measured)} answers alone; traffic for {minutes} minutes", flush=True)
@@ -371,17 +373,17 @@ def serve(
 
 
 def from_chosen_pages(found: list[SessionAnswer]) -> int:
-    """Counts answers that read chosen pages, while clients add more."""
+    """Counts the answers that read chosen pages; clients may add answers meanwhile."""
     return sum(bool(answer.history) for answer in list(found))
 
 
 def is_enough(found: list[SessionAnswer], scale: SessionScale, share: float) -> bool:
-    """Returns True once the traffic may end, after a share of its time: a slow machine is given more of it."""
+    """Returns whether the traffic may end after this share of its time; slow machines get more time."""
     return share >= (1 if from_chosen_pages(found) >= scale.least else LONGER)
 
 
 def is_right(row: dict, least: int) -> bool:
-    """Returns True if nothing is wrong, lost or unexplained, and everything planned happened."""
+    """Returns whether nothing is wrong, lost or unexplained, and everything planned happened."""
     happened = row["retractions"] > 0 and row["histories_gone"] > 0 and row["read_whole"] > 0 and row["aborted"] > 0
     seen = row["chosen_pages"] >= least and (row["wrong_page_seen"] or 0) >= 0.5
     alone = row["alone_missing"] <= LACKING and row["alone_distance"] <= BOUND
@@ -391,7 +393,7 @@ def is_right(row: dict, least: int) -> bool:
 def answer(
     server: TinyServer, scale: SessionScale, args: argparse.Namespace
 ) -> tuple[list[SessionAnswer], list[SessionAnswer], dict]:
-    """``serve`` by a server that is started for it; the row also says where its answers come from."""
+    """Runs ``serve`` on a server that it starts; the row also records the source of its answers."""
     server.start(600)
     try:
         measured, found, row = serve(server, scale, args.minutes, args.seed)

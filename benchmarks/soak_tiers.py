@@ -1,13 +1,13 @@
-"""Random scheduler events on the tiers of a small cache, with batches in flight: reads checked, pages counted.
+"""Runs random scheduler events on the tiers of a small cache, with batches in flight; checks reads and counts pages.
 
     python benchmarks/soak_tiers.py --operations 1000000 --out benchmarks/results/soak_cpu.json
     python benchmarks/soak_tiers.py --operations 200000 --shared --out benchmarks/results/soak_cpu.json
 
-With ``--shared`` records and BF16 pages share one memory, whose boundary moves whenever a page is taken.
+With ``--shared``, records and BF16 pages share one memory, whose boundary moves whenever a page is taken.
 
-Runs on a CPU, in torch: the statement of the rules that the GPU's kernels are compared with bit by bit
-(``tests/kernels/test_tier_schedules.py``). An operation is what one request or page goes through: started, a chunk
-prefilled, a token decoded, published in the tree, left (finished, aborted or retracted), evicted.
+Runs in torch on a CPU. This implementation defines the rules; the GPU's kernels are compared with it bit by bit
+(``tests/kernels/test_tier_schedules.py``). An operation is an event of one request or page: started, a chunk prefilled,
+a token decoded, published in the tree, left (finished, aborted or retracted), evicted.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tests.cache.schedules import Driver, random_model, shared_model
 
 
 def soak(operations: int, seed: int, look_every: int, shared: bool) -> dict:
-    """A row; a wrong read, a lost page or a BF16 copy that is held at the end raises."""
+    """Returns a row; raises for a wrong read, a lost page, or a BF16 copy that is held at the end."""
     begin = shown = time.monotonic()
     done = models = plans = quantized = moved = 0
     while done < operations:

@@ -1,4 +1,4 @@
-"""Traffic of ``benchmarks/soak.py``: shared prefixes, conversations, sessions, parallel samples, aborts."""
+"""The traffic of ``benchmarks/soak.py``: shared prefixes, conversations, sessions, parallel samples, aborts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from benchmarks.tiny_models import VOCABULARY
 from benchmarks.tiny_server import TinyServer, body
 from launch.server import ServerError
 
-#: How often each kind of job is drawn.
+#: Weights of each kind of job.
 KINDS = {
     "single": 34,
     "conversation": 20,
@@ -34,8 +34,9 @@ class Scale:
     """Sizes in tokens.
 
     Attributes:
-        longest: prompt; answer: usual answers; long_answer: one in ten, so that running requests outgrow the pool.
-        wait: seconds, at most, until an aborted request is aborted.
+        longest: longest prompt.
+        answer, long_answer: length of usual answers, and of one in ten, so that running requests outgrow the pool.
+        wait: most seconds until a request that is to be aborted is aborted.
     """
 
     shortest: int
@@ -54,10 +55,10 @@ class Scale:
 
 @dataclass
 class Answer:
-    """Answer to one request, to be compared with the same tokens forced.
+    """An answer to one request, to be compared with the same tokens forced.
 
     Attributes:
-        turns: lengths of a conversation's earlier prompts, with which this one begins.
+        turns: lengths of the conversation's earlier prompts, which this prompt begins with.
     """
 
     kind: str
@@ -84,7 +85,7 @@ class Prefixes:
         self.nodes: list[list[int]] = [[]]
 
     def draw(self, rng: random.Random) -> list[int]:
-        """One node's tokens; sometimes of a new node."""
+        """Returns one node's tokens; sometimes adds a node first."""
         with self.lock:
             if len(self.nodes) < self.scale.prefixes or self.rng.random() < 0.1:
                 parent = self.rng.choice(self.nodes)
@@ -96,14 +97,14 @@ class Prefixes:
 
 
 def draw_tokens(rng: random.Random, least: int, most: int) -> list[int]:
-    """Random tokens; their number is uniform in its logarithm."""
+    """Draws random tokens; the logarithm of their number is uniform."""
     count = int(math.exp(rng.uniform(math.log(max(least, 1)), math.log(max(most, least, 1) + 1))))
     return [rng.randrange(2, VOCABULARY) for _ in range(max(count, 1))]
 
 
 @dataclass
 class Counts:
-    """What happened so far; ``lock`` guards all of it."""
+    """Counts of events so far; ``lock`` guards all of them."""
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     kinds: Counter = field(default_factory=Counter)
@@ -112,7 +113,7 @@ class Counts:
     aborted: int = 0
     errors: int = 0
     retractions: int = 0
-    incomplete: int = 0  # whole answers without a log-probability
+    incomplete: int = 0  # complete answers that lack a log-probability
     tokens: int = 0
     messages: list[str] = field(default_factory=list)
     latencies: list[float] = field(default_factory=list)
@@ -126,11 +127,11 @@ class Counts:
 
 
 class Traffic:
-    """Clients of one server, until ``stop``.
+    """Clients of one server, which run until ``stop``.
 
     Args:
-        checked: told each answer.
-        without: kinds of jobs that the server does not know.
+        checked: function that is called with each answer.
+        without: kinds of jobs that the server does not support.
     """
 
     def __init__(
@@ -154,7 +155,7 @@ class Traffic:
             thread.start()
 
     def pause(self, seconds: float) -> bool:
-        """Lets no job begin; True once none runs."""
+        """Prevents jobs from beginning; returns True once none runs."""
         self.open.clear()
         with self.idle:
             return self.idle.wait_for(lambda: self.busy == 0, seconds)
@@ -176,7 +177,7 @@ class Traffic:
                 self.busy += 1
             kind = rng.choices(names, weights)[0]
             try:
-                # Between the wait and the count a pause may have begun.
+                # A pause may have begun between the wait and the count.
                 if self.open.is_set():
                     talk = getattr(self, f"_{kind}")(rng, talk) or talk
             except (ServerError, OSError, ValueError, KeyError) as error:
@@ -196,7 +197,7 @@ class Traffic:
     def _ask(
         self, rng: random.Random, kind: str, prompt: list, tokens: int, sampling: dict | None = None, **options
     ) -> list[dict]:
-        """Replies. Tokens are sampled, so that answers are as varied as prompts, and every one may be checked."""
+        """Returns replies. Tokens are sampled, so that answers vary like prompts, and each one may be checked."""
         sampling = {"temperature": 1.0, **(sampling or {})}
         asked = body(prompt, tokens, return_logprob=True, sampling_params=sampling, **options)
         begin = time.monotonic()
@@ -207,7 +208,7 @@ class Traffic:
         for reply in replies:
             pairs, meta = reply["meta_info"]["output_token_logprobs"], reply["meta_info"]
             whole = len(pairs) == tokens and all(pair[0] is not None and math.isfinite(pair[0]) for pair in pairs)
-            # SGLang 0.5.16 sometimes leaves out one log-probability of a retracted request, with all of its tokens.
+            # SGLang 0.5.16 sometimes omits one log-probability of a retracted request, though it returns all tokens.
             reply["comparable"] = whole
             if not whole and not (meta.get("num_retractions") and len(reply.get("output_ids") or ()) == tokens):
                 given = len(reply.get("output_ids") or ())
@@ -253,11 +254,11 @@ class Traffic:
             prompt, turns = self._prompt(rng), ()
         reply = self._ask(rng, "conversation", prompt, self._length(rng))[0]
         self._offer("conversation", prompt, reply, turns)
-        said = [pair[1] for pair in reply["meta_info"]["output_token_logprobs"]]  # a shorter talk does as well
+        said = [pair[1] for pair in reply["meta_info"]["output_token_logprobs"]]  # a shorter conversation is fine, too
         return Talk((*prompt, *said), (*turns, len(prompt)))
 
     def _pair(self, rng: random.Random, talk: Talk) -> None:
-        """Two cold requests at once that share a new prefix and differ in length."""
+        """Sends two cold requests at once that share a new prefix and differ in length."""
         shared = draw_tokens(rng, 64, self.scale.longest // 8)
         prompts = [shared + draw_tokens(rng, 8, 64), shared + draw_tokens(rng, 64, self.scale.longest // 8)]
         for prompt, reply in zip(prompts, self._ask(rng, "pair", prompts, rng.randint(*self.scale.answer))):
@@ -272,7 +273,7 @@ class Traffic:
         self._leave(rng, body(self._prompt(rng), self._length(rng), stream=True))
 
     def _leave(self, rng: random.Random, asked: dict, headers: Mapping[str, str] | None = None) -> None:
-        """The client goes away: in its queue, in mid-prefill or while tokens arrive."""
+        """Disconnects the client: while queued, during prefill, or while tokens arrive."""
         events = rng.choice((0, 0, 1, 5))
         with self.server.stream("/generate", asked, headers=headers) as response:
             if events == 0:
@@ -285,7 +286,7 @@ class Traffic:
         self._cancel(rng, body(self._prompt(rng), self._length(rng), stream=True))
 
     def _cancel(self, rng: random.Random, asked: dict, headers: Mapping[str, str] | None = None) -> None:
-        """A streaming request that is aborted by its id after a while."""
+        """Aborts a streaming request by its id after a while."""
         rid = f"soak-{rng.getrandbits(64):x}"
 
         def cancel() -> None:

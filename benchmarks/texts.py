@@ -1,9 +1,10 @@
-"""The texts that rotations are calibrated on and that divergences are measured on, which share nothing.
+"""Writes the texts that rotations are calibrated on and that divergences are measured on, which share nothing.
 
     python -m benchmarks.texts valid.txt texts
 
-writes ``wikitext2_valid_first80.txt`` and ``python_stdlib.txt`` for calibration, ``wikitext2_valid_last20.txt`` and
-``python_sklearn.txt`` for measuring. Code is what lies on this machine; result files record the texts' hashes.
+This writes ``wikitext2_valid_first80.txt`` and ``python_stdlib.txt`` for calibration, and
+``wikitext2_valid_last20.txt`` and ``python_sklearn.txt`` for measuring. Code comes from this machine's packages; result
+files record the texts' hashes.
 """
 
 from __future__ import annotations
@@ -14,20 +15,20 @@ import importlib.util
 import sysconfig
 from pathlib import Path
 
-#: Every fourth module in order of path, so that no subject is missing; and no more of a file than this.
+#: Interval between modules in order of path, so that no subject is missing, and most characters of a text.
 EVERY, MOST = 4, 1_500_000
-#: Not what people write.
+#: Folders without code that people write for use.
 LEFT_OUT = {"test", "tests", "site-packages", "__pycache__"}
 
 
 def split(text: str, share: float) -> tuple[str, str]:
-    """The first characters of a text, and the rest."""
+    """Returns the first share of a text's characters, and the rest."""
     at = int(len(text) * share)
     return text[:at], text[at:]
 
 
 def modules(folder: Path) -> str:
-    """Every fourth Python module of a folder, tests left out."""
+    """Returns every fourth Python module of a folder, without tests."""
     paths = sorted(path for path in folder.rglob("*.py") if not LEFT_OUT & set(path.relative_to(folder).parts))
     if not paths:
         raise SystemExit(f"{folder}: no Python modules.")
@@ -35,7 +36,7 @@ def modules(folder: Path) -> str:
 
 
 def package(name: str) -> Path:
-    """Where an installed package lies."""
+    """Returns the folder of an installed package."""
     found = importlib.util.find_spec(name)
     if found is None or found.origin is None:
         raise SystemExit(f"{name} is not installed: pip install 'sglang-kvq[episodes]'")

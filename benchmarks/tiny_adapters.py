@@ -1,4 +1,4 @@
-"""Random LoRA adapters of a tiny model, as PEFT writes them, on queries, keys, values and outputs."""
+"""Writes random LoRA adapters of a tiny model in PEFT's format, for queries, keys, values and outputs."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from safetensors.torch import save_file
 from benchmarks.tiny_models import TinyModel
 
 RANK = 8
-#: Of a server with adapters; ``--lora-paths NAME=FOLDER ...`` follows.
+#: Flags of a server with adapters; ``--lora-paths NAME=FOLDER ...`` follows.
 FLAGS = ("--enable-lora", "--max-lora-rank", str(RANK), "--max-loras-per-batch", "3")
 
 
 def write(folder: Path, model: TinyModel, seed: int) -> Path:
-    """An adapter in ``folder``, which adds about half as much to each projection as the projection itself gives."""
+    """Writes an adapter to ``folder``, which adds about half of what each projection itself gives."""
     draw = torch.Generator().manual_seed(seed)
     q_rows, kv_rows = model.heads * model.head_dim, model.kv_heads * model.head_dim
     shapes = {"q": (q_rows, model.hidden), "k": (kv_rows, model.hidden), "v": (kv_rows, model.hidden)}

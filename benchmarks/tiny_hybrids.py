@@ -1,7 +1,7 @@
-"""What tiny hybrids have besides attention: layers of gated delta rule, and what their config.json says of them.
+"""Parts of tiny hybrids besides attention: gated-delta-rule layers, and their fields in config.json.
 
-A layer's state forgets within some thirty tokens and adds less to the residual stream than attention does, so that what
-is measured stays what the KV cache says; and all layers behind it see it, so that a wrong state is seen too.
+A layer's state forgets within some thirty tokens and adds less to the residual stream than attention does, so that
+measurements still depend on the KV cache. All later layers read the state, so a wrong state is noticed too.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import torch
 
 #: The families.
 HYBRIDS = ("qwen3_next", "qwen3_5_text")
-#: Every so many layers one is of full attention.
+#: Interval between layers of full attention.
 INTERVAL = 3
 KEY_HEADS, VALUE_HEADS, LINEAR_DIM, KERNEL = 2, 4, 128, 4
-#: What a layer adds to the residual stream, to the size of a token.
+#: Size of what a layer adds to the residual stream, relative to a token.
 ADDED = 0.3
 
-#: Flags of a server of one: states of so small a model would otherwise fill half of the memory that it is given.
+#: Flags of a hybrid's server; states of so small a model would otherwise fill half of the memory.
 SERVER_FLAGS = ("--max-mamba-cache-size", "160")
 
 CONFIG = {
@@ -35,19 +35,19 @@ CONFIG = {
 
 
 def layer_types(layers: int) -> list[str]:
-    """As config.json has them."""
+    """Returns the layer types as config.json has them."""
     return ["linear_attention" if (i + 1) % INTERVAL else "full_attention" for i in range(layers)]
 
 
 def next_token_head(hidden: int, normal: Callable[..., torch.Tensor]) -> dict[str, torch.Tensor]:
-    """What joins a token and the hidden state before it for the layer that drafts, by names in a checkpoint."""
+    """Returns the weights that join a token and its hidden state for the drafting layer, by their checkpoint names."""
     norms = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
     found = {f"mtp.{name}.weight": normal(hidden, std=0.05) for name in norms}
     return found | {"mtp.fc.weight": normal(hidden, 2 * hidden, std=(2 * hidden) ** -0.5)}
 
 
 def linear_attention(family: str, at: str, hidden: int, normal: Callable[..., torch.Tensor]) -> dict[str, torch.Tensor]:
-    """One layer's weights by their names in a checkpoint.
+    """Returns one layer's weights by their checkpoint names.
 
     Args:
         at: the layer's name.
@@ -59,7 +59,7 @@ def linear_attention(family: str, at: str, hidden: int, normal: Callable[..., to
         f"{at}.linear_attn.dt_bias": normal(VALUE_HEADS, std=0.1),
         f"{at}.linear_attn.A_log": math.log(0.05) + normal(VALUE_HEADS, std=0.1),
         f"{at}.linear_attn.norm.weight": 1 + normal(LINEAR_DIM, std=0.05),
-        # A normed head times silu of a unit normal is about a half.
+        # A normalized head times silu of a unit normal is about one half.
         f"{at}.linear_attn.out_proj.weight": normal(hidden, value, std=2 * ADDED * value**-0.5),
     }
     if family == "qwen3_next":

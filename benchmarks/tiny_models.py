@@ -1,11 +1,9 @@
-"""Tiny random models of every family, written as checkpoints, whose answers depend strongly on the KV cache.
+"""Writes tiny random models of every family as checkpoints; their answers depend strongly on the KV cache.
 
 Ordinary random weights give nearly uniform logits, which a wrong cache would not change. Here logits have a standard
-deviation of ``LOGITS``, and what attention adds to the residual stream is about as large as the token itself, at a
-context of
-``CONTEXT`` tokens: attention scores have a standard deviation of ``SCORES``, so that about CONTEXT / exp(SCORES^2)
-    values are
-averaged, and W_o makes up for it. The same seed gives the same files, so that two servers have the same weights.
+deviation of ``LOGITS``. At a context of ``CONTEXT`` tokens, attention adds about as much to the residual stream as the
+token itself: attention scores have a standard deviation of ``SCORES``, so about CONTEXT / exp(SCORES^2) values are
+averaged, and W_o compensates for that. The same seed gives the same files, so that two servers have the same weights.
 """
 
 from __future__ import annotations
@@ -34,10 +32,10 @@ class TinyModel:
 
     Attributes:
         family: ``model_type`` of its config.json.
-        experts: what a mixture of experts adds to the residual stream, to the size of a token. Small: which experts a
-            router takes may turn on the last bit of BF16, and that is not what is measured.
-        since: the first SGLang release that knows the family; "" is all that are supported.
-        drafts: whether it has a layer of full attention more that drafts (MTP).
+        experts: size of what a mixture of experts adds to the residual stream, relative to a token. It is small,
+            because the last bit of BF16 may decide which experts a router chooses, and that is not to be measured.
+        since: the first SGLang release that knows the family; "" for all supported releases.
+        drafts: whether it has one more layer of full attention, which drafts (MTP).
     """
 
     name: str
@@ -59,16 +57,16 @@ class TinyModel:
 
     @property
     def has_windows(self) -> bool:
-        """Whether every other layer, the first among them, sees a window only."""
+        """True if every other layer, starting with the first, has a sliding window."""
         return self.family in ("gpt_oss", "mellum")
 
     @property
     def is_hybrid(self) -> bool:
-        """Whether most layers are of linear attention."""
+        """True if most layers use linear attention."""
         return self.family in tiny_hybrids.HYBRIDS
 
     def config(self) -> dict:
-        """What config.json holds."""
+        """Returns the content of config.json."""
         return {
             "architectures": [ARCHITECTURES[self.family]],
             "model_type": self.family,
@@ -99,7 +97,7 @@ class TinyModel:
         return {"sliding_window": WINDOW, "layer_types": kinds, "mlp_layer_types": ["dense"] * self.layers}
 
     def tensors(self, seed: int = 0) -> dict[str, torch.Tensor]:
-        """The weights by their names in a checkpoint, BF16."""
+        """Returns the weights by their checkpoint names, BF16."""
         generator = torch.Generator().manual_seed(seed)
 
         def normal(*shape: int, std: float) -> torch.Tensor:
@@ -107,12 +105,12 @@ class TinyModel:
 
         q_rows, kv_rows, width = self.heads * self.head_dim, self.kv_heads * self.head_dim, self.hidden**-0.5
         averaged = CONTEXT / math.exp(SCORES**2)
-        # With q and k normalised per head or over all heads, their norms' weights set the scores' size.
+        # If q and k are normalized per head or over all heads, the weights of these norms set the scores' size.
         normed = self.family in ("qwen3", "qwen3_moe", "minimax_m2", "mellum") or self.config().get("use_qk_norm")
         kinds = self.config().get("layer_types") or ["full_attention"] * self.layers
         attending = kinds.count("full_attention") if self.is_hybrid else self.layers
         one, gates = 1.0, 1
-        if self.is_hybrid:  # their norms multiply by 1 + weight, and a gate of about a half follows attention
+        if self.is_hybrid:  # their norms multiply by 1 + weight, and a gate of about one half follows attention
             normed, one, gates, averaged = True, 0.0, 2, 4 * averaged
         found = {
             "model.embed_tokens.weight": normal(VOCABULARY, self.hidden, std=1),
@@ -148,10 +146,10 @@ class TinyModel:
             if self.family == "gpt_oss":
                 found[f"{at}.self_attn.q_proj.weight"] /= YARN_SCORES
                 found[f"{at}.self_attn.o_proj.bias"] = normal(self.hidden, std=0.02)
-                # About what the log-sum-exp of some hundred scores is, so that they take a good part of the softmax.
+                # Near the log-sum-exp of some hundred scores, so that sinks take a good part of the softmax.
                 found[f"{at}.self_attn.sinks"] = 5 + normal(self.heads, std=1)
             if self.config().get("attention_bias") or self.family == "qwen2":
-                # A value's bias is in every average: a large one would hide what the context says.
+                # A value's bias is in every average; a large one would hide the context's effect.
                 for name, rows, std in (("q", q_rows, 0.3), ("k", kv_rows, 1.0), ("v", kv_rows, 0.02)):
                     found[f"{at}.self_attn.{name}_proj.bias"] = normal(rows, std=std)
             found |= self._mlp(layer, at, normal)
@@ -183,7 +181,7 @@ class TinyModel:
         return found
 
     def _fused_experts(self, at: str, normal) -> dict[str, torch.Tensor]:
-        """All experts in one tensor, inputs first; gates and values take turns."""
+        """Returns all experts in one tensor, inputs first; gates and values alternate."""
         size = self.config()["intermediate_size"]
         return {
             f"{at}.router.weight": normal(EXPERTS, self.hidden, std=self.hidden**-0.5),
@@ -203,7 +201,7 @@ class TinyModel:
         }
 
     def write(self, folder: Path, seed: int = 0) -> Path:
-        """The checkpoint in ``folder/name``; nothing is done if it is there."""
+        """Writes the checkpoint to ``folder/name`` unless it exists. Returns that folder."""
         target = folder / self.name
         if not (target / "config.json").exists():
             target.mkdir(parents=True, exist_ok=True)
@@ -226,7 +224,7 @@ ARCHITECTURES = {
     "qwen3_next": "Qwen3NextForCausalLM",
     "qwen3_5_text": "Qwen3_5ForCausalLM",
 }
-#: By how much YaRN raises scores at a factor of 32: (0.1 log 32 + 1)^2.
+#: Factor by which YaRN raises scores at a factor of 32: (0.1 log 32 + 1)^2.
 YARN_SCORES = 1.813
 EXTRA = {
     "llama": {"attention_bias": False, "mlp_bias": False},
@@ -309,10 +307,10 @@ EXTRA["qwen3_5_text"] = tiny_hybrids.CONFIG | {
         "mrope_interleaved": True,
     },
 }
-#: Tensors that checkpoints keep in another type.
+#: Tensors that checkpoints store in another dtype.
 KEPT = {"e_score_correction_bias": torch.float32}
 
-#: Every family served; heads of 128 but where the name says otherwise, and gpt-oss's of 64.
+#: Every supported family; heads of 128 unless the name says otherwise, and of 64 for gpt-oss.
 MODELS = {
     model.name: model
     for model in (

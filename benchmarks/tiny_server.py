@@ -19,19 +19,19 @@ from sglang_kvq.server_process import OPENER
 from sglang_kvq.sglang.observe import QUIET
 
 ROOT = Path(__file__).resolve().parent.parent
-#: Flags of every server on a GPU. Each takes a small share of the memory, so that others fit beside it.
+#: Flags of every server on a GPU. Each server takes a small share of the memory, so that others fit on the same GPU.
 GPU_FLAGS = (
     *("--dtype", "bfloat16", "--sampling-backend", "pytorch", "--grammar-backend", "none"),
     *("--mem-fraction-static", "0.3", "--watchdog-timeout", "120"),
 )
 FLAGS = ("--random-seed", "0", "--skip-server-warmup")
-#: Plain BF16 beside it attends with Triton kernels too, which need no compiler at start.
+#: Plain BF16 attends with Triton kernels too, which need no compiler at startup.
 PLAIN_ON_GPU = ("--attention-backend", "triton", "--cuda-graph-backend-prefill", "disabled")
-#: Any leak that SGLang or the plugin finds when idle or between steps ends the server.
+#: With these checks, any leak that SGLang or the plugin finds when idle or between steps ends the server.
 IDLE_CHECK = "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE"
 BUSY_CHECK = "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY"
 STRICT = {IDLE_CHECK: "1", BUSY_CHECK: "1"}
-#: Several servers load on one GPU at once, so its free memory differs from rank to rank.
+#: Several servers may load on one GPU at once, so its free memory differs between ranks.
 ENV = {
     "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0",
     "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
@@ -46,10 +46,10 @@ _FIND = (
 
 
 def plugin_path(folder: Path) -> dict[str, str]:
-    """Variables with which a server finds this checkout's plugin: none where it is installed, else a PYTHONPATH.
+    """Returns variables with which a server finds this checkout's plugin: none if it is installed, else a PYTHONPATH.
 
-    An editable install does not need pip: the package's folders are linked under their import names in ``folder``,
-    beside what pip would write of their entry points.
+    This editable install needs no pip: ``folder`` gets links to the package's folders under their import names, and the
+    files that pip would write for their entry points.
     """
     asked = subprocess.run([sys.executable, "-c", _FIND], cwd="/", capture_output=True, text=True, timeout=120)
     lines = [*asked.stdout.splitlines(), "", ""]
@@ -67,7 +67,7 @@ def plugin_path(folder: Path) -> dict[str, str]:
 
 
 def _entry_points() -> str:
-    """The tables of pyproject.toml whose names begin with ``project.entry-points``, as pip writes them."""
+    """Returns the tables of pyproject.toml whose names begin with ``project.entry-points``, in pip's format."""
     text, found, inside = (ROOT / "pyproject.toml").read_text(), [], False
     for line in text.splitlines():
         if line.startswith("["):
@@ -79,7 +79,7 @@ def _entry_points() -> str:
 
 
 def versions() -> str:
-    """What serves, for a log's first line."""
+    """Returns the versions of what serves, for a log's first line."""
     found = []
     for name in ("torch", "triton", "sglang", "flashinfer-python"):
         try:
@@ -93,12 +93,12 @@ class TinyServer(Server):
     """A server of a tiny model.
 
     Args:
-        model: its folder.
-        flags: after those of this module.
-        cpu: on the CPU engine.
+        model: the model's folder.
+        flags: flags after those of this module.
+        cpu: whether to use the CPU engine.
         gpus: indices of the GPUs that it may use.
         env: more variables.
-        tokenizer: whether the model's folder has one.
+        tokenizer: whether the model's folder has a tokenizer.
     """
 
     def __init__(
@@ -120,26 +120,26 @@ class TinyServer(Server):
         super().__init__(model, *own, cpu=cpu, env={**ENV, **more, **env}, log_path=log)
 
     def stream(self, path: str, asked: dict | None, timeout: float = 120, headers: Mapping[str, str] | None = None):
-        """An open response of a POST, or of a GET without ``asked``; closing it early is a client that went away.
+        """Returns an open response to a POST, or to a GET without ``asked``; closing it early disconnects the client.
 
         Raises:
-            OSError: refused, or no answer in time.
+            OSError: the server refused, or did not answer in time.
         """
         all_headers = {"Content-Type": "application/json", **(headers or {})}
         request = urllib.request.Request(self.url + path, None if asked is None else dumps(asked), all_headers)
         return OPENER.open(request, timeout=timeout)
 
     def states(self) -> list[dict]:
-        """``internal_states`` of ``/server_info``: one for each data-parallel worker."""
+        """Returns ``internal_states`` of ``/server_info``, one for each data-parallel worker."""
         return self.info().get("internal_states", [])
 
     def held_when_empty(self) -> list[str]:
-        """Everything still in use although nothing runs and the cache was flushed; it should be []."""
+        """Flushes the cache while nothing runs, and lists everything still in use; [] if all is right."""
         empty(self)
         return self.held()
 
     def held(self) -> list[str]:
-        """Lists what is in use, and what is wrong, of a server that nobody uses now and whose cache is empty."""
+        """Lists what is in use or wrong on a server that nobody uses and whose cache is empty."""
         found = []
         for worker, state in enumerate(self.states()):
             held = {key: value for key, value in state.get("kv_quant", {}).get("tiers", {}).items() if value}
@@ -152,28 +152,28 @@ class TinyServer(Server):
 
 
 def empty(server: Any) -> None:
-    """Flushes a server's cache twice around a tiny request: what a request gives back is applied by the next batch.
+    """Flushes a server's cache twice around a tiny request, because the next batch releases what a request frees.
 
-    server: a ``TinyServer``, or a ``PairServer``, which is two.
+    server: a ``TinyServer``, or a ``PairServer``, which is two servers.
     """
     server.drain()
-    ids = [[5, 6, 7 + n] for n in range(8)]  # of several, each data-parallel worker gets one
+    ids = [[5, 6, 7 + n] for n in range(8)]  # several prompts, so that each data-parallel worker gets one
     server.json("/generate", body(ids, 2), timeout=60)
     server.drain()
-    # The idle checks of SGLang and of the plugin. With STRICT they end the server. The plugin's also applies what was
-    # given back after the last batch, and comes after a while.
+    # Waits for the idle checks of SGLang and of the plugin, which end the server with STRICT. The plugin's check comes
+    # after a while; it also releases what was freed after the last batch.
     time.sleep(QUIET + 1.0)
     server.check_alive()
 
 
 def _visible(gpus: Sequence[int]) -> list[str]:
-    """Those indices among the GPUs that this process may use."""
+    """Returns these GPUs' names among the GPUs that this process may use."""
     names = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
     return [names[gpu] if names else str(gpu) for gpu in gpus]
 
 
 def gpu_names() -> list[str]:
-    """The GPUs of this host, by the driver; [] without one. Does not load torch."""
+    """Returns the names of this host's GPUs, according to the driver; [] without one. Does not load torch."""
     try:
         query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
         done = subprocess.run(query, capture_output=True, text=True, timeout=60)
@@ -185,7 +185,7 @@ def gpu_names() -> list[str]:
 
 
 def body(ids: list, tokens: int, **options) -> dict:
-    """A greedy request of exactly ``tokens`` tokens; ``ids`` may be a list of prompts."""
+    """Returns a greedy request of exactly ``tokens`` tokens; ``ids`` may be a list of prompts."""
     sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True, **options.pop("sampling_params", {})}
     return {"input_ids": ids, "sampling_params": sampling, **options}
 

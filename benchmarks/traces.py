@@ -1,4 +1,4 @@
-"""What a server's decode step is made of: kernels of a torch profiler's trace, summed by name."""
+"""Divides a server's decode step by kernel: sums the kernels of a torch profiler's trace by name."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ MOST_NAMES = 20
 
 
 def read_trace(folder: Path, wait: float = 0) -> list[dict]:
-    """Device events of the one trace in that folder, by their begin; it may be written ``wait`` seconds from now.
+    """Returns device events of the folder's one trace, by begin; waits up to ``wait`` seconds for it.
 
     Raises:
-        FileNotFoundError: there is none, or one without device events.
+        FileNotFoundError: there is no trace, or none with device events.
     """
     deadline = time.monotonic() + wait
     while not (events := _events(folder)) and time.monotonic() < deadline:
@@ -28,7 +28,7 @@ def read_trace(folder: Path, wait: float = 0) -> list[dict]:
 
 
 def _events(folder: Path) -> list[dict]:
-    """Those of a complete trace; none of one that is being written."""
+    """Returns device events of a complete trace; none while it is being written."""
     for path in folder.glob("**/*.trace.json.gz"):
         try:
             events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
@@ -39,9 +39,9 @@ def _events(folder: Path) -> list[dict]:
 
 
 def per_step(events: list[dict], steps: int, layers: int) -> dict:
-    """Microseconds per step: ``busy`` (some kernel runs), ``idle`` (none) and, by name, ``kernels``: [us, launches].
+    """Returns us per step: ``busy`` (a kernel runs), ``idle`` (none), ``kernels`` by name: [us, launches].
 
-    About ``steps`` steps were asked for; the kernels that every layer launches once say how many there are.
+    About ``steps`` steps were requested; the kernels that every layer launches once give the actual number.
     """
     launches, spent = defaultdict(int), defaultdict(float)
     busy, covered = 0.0, events[0]["ts"]
@@ -61,7 +61,7 @@ def per_step(events: list[dict], steps: int, layers: int) -> dict:
 
 
 def short(name: str) -> str:
-    """A kernel's name without its arguments, templates and namespaces."""
+    """Returns a kernel's name without its arguments, templates and namespaces."""
     while (bare := re.sub(r"<[^<>]*>|\([^()]*\)", "", name)) != name:
         name = bare
     return re.sub(r"[<(].*", "", name.removeprefix("void ")).split("::")[-1].strip()[:60]

@@ -1,4 +1,4 @@
-"""A thread that looks at something again and again while something else is measured."""
+"""A thread that repeats an observation while something else is measured."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ _Watch = TypeVar("_Watch", bound="Watch")
 
 
 class Watch:
-    """Calls ``look`` while its ``with`` block lasts.
+    """Calls ``look`` repeatedly inside its ``with`` block.
 
     Args:
-        pause: seconds before each look.
+        pause: seconds before each call.
     """
 
     def __init__(self, pause: float) -> None:

@@ -1,4 +1,4 @@
-"""What users of a server see under load, with ``--kv-quant`` and without: SGLang's own serving benchmark.
+"""Measures a server under load, with ``--kv-quant`` and without, by SGLang's own serving benchmark.
 
     python benchmarks/workloads.py --out benchmarks/results/serving_h100.json
     python benchmarks/workloads.py --methods none,oscar --workloads 1k,8k@2 --seconds 45 --out FILE
@@ -7,27 +7,27 @@
     python benchmarks/workloads.py --cpu --model FOLDER --tiny --methods none,hadamard --out FILE
 
 ``sglang.benchmark.serving`` (formerly ``sglang.bench_serving``) makes the prompts, sends them and reads the streams.
-Its data are ``random-ids``, and ``generated-shared-prefix`` with turns for conversations. One server of each method
+Its data sets are ``random-ids`` and, for conversations, ``generated-shared-prefix`` with turns. One server per method
 serves all workloads, one after the other, each from an empty prefix cache and with the same prompts and arrivals.
 
-A model without weights gets dummy ones and random rotations, and a tokenizer of words in which text and token ids mean
-the same (``bench_serving/words.py``), so nothing is downloaded.
+A model without weights gets dummy weights, random rotations, and a tokenizer of words in which text and token ids
+correspond exactly (``bench_serving/words.py``), so nothing is downloaded.
 
-A workload ends when all its requests are answered, or after its time (``--seconds``): what runs then is aborted and
-counts with the tokens that it has. ``--minutes`` is the time of the whole command. What it leaves is measured by the
-same command again, which keeps the rows that the file has. ``--rehearse`` serves the first workload unmeasured, before
-all others, so that no row has the time in which kernels compile. Row ``bench WORKLOAD, METHOD``:
+A workload ends when all its requests are answered, or after its time (``--seconds``). Requests still running then are
+aborted and count with the tokens that they have. ``--minutes`` limits the time of the whole command. Running the same
+command again measures what is left, and keeps the rows that the file has. ``--rehearse`` serves the first workload once
+without measuring, so that no row includes the time in which kernels compile. Row ``bench WORKLOAD, METHOD``:
 
 output_tokens_per_s, input_tokens_per_s   of all requests, from the first one's begin to the last one's end
 ttft_pN_ms, tpot_pN_ms     percentiles of the time to the first token, and of the time per later token
-decoding                   requests at once, at most, that had their first token and not their last one
-running, queued            the same by the server's metrics, which it updates now and then only
+decoding                   most requests at once that were between their first and last token
+running, queued            most requests in these states by the server's metrics, which it updates only now and then
 lost_window_pages          the most window pages at once that running requests read in few bits, not in BF16
-goodput_per_s              requests a second whose whole answer met both limits
+goodput_per_s              requests per second whose whole answer met both limits
 ttft_TxN_ms    with --first-tokens, in row ``first tokens, METHOD``: of N prompts of T tokens on an idle server, see
-                           ``benchmarks/prefill_graphs.py``; beside it the GPU's least, median and largest clock, and
-                           the median ms until the prefill begins, until its result is there, and until the first
-                           token is received (``stages_ms``; each round's in the log folder)
+                           ``benchmarks/prefill_graphs.py``; also the GPU's least, median and largest clock, and the
+                           median ms until the prefill begins, until its result is ready, and until the first token
+                           is received (``stages_ms``; each round's in the log folder)
 completed, cut, waited, unsent   requests with a whole answer; cut by the time; of these without a token; never sent
 """
 
@@ -63,7 +63,7 @@ from sglang_kvq.errors import KVQuantError
 from sglang_kvq.evaluation.provenance import without_paths
 from sglang_kvq.evaluation.specs import MethodSpec
 
-#: Seconds that a workload takes besides its time: prompts, the last streams, emptying the cache.
+#: Seconds that a workload takes besides its time: making prompts, ending the last streams, emptying the cache.
 BESIDES = 20.0
 #: The least seconds that a server takes to start.
 STARTING = 30.0
@@ -71,7 +71,7 @@ Row = dict[str, Any]
 
 
 def settings(workload: Workload, setup: servers.Setup) -> Row:
-    """What must be equal for two rows of a scenario to be the same measurement."""
+    """Returns the settings that must be equal for two rows of a scenario to be the same measurement."""
     flags = [*setup.shared, *(f"plain: {flag}" for flag in setup.plain)]
     return {"loads": [asdict(load) for load in workload.loads], "limit": workload.seconds, "flags": flags}
 
@@ -79,7 +79,7 @@ def settings(workload: Workload, setup: servers.Setup) -> Row:
 def missing(
     out: Path, spec: MethodSpec, workloads: Sequence[Workload], setup: servers.Setup, again: bool
 ) -> list[Workload]:
-    """The workloads of a method that the file has no row of.
+    """Returns a method's workloads that have no row in the file.
 
     Raises:
         KVQuantError: the file has a row with other settings.
@@ -101,7 +101,7 @@ def missing(
 def measure(
     running: Server, spec: MethodSpec, workload: Workload, setup: servers.Setup, tokenizer: Path, folder: Path
 ) -> Row:
-    """One row.
+    """Returns one row.
 
     Raises:
         KVQuantError: a request failed, the cache reports errors, or it holds pages when nothing runs.
@@ -130,7 +130,7 @@ def measure(
 
 
 def first_tokens(running: Server, spec: MethodSpec, setup: servers.Setup, folder: Path) -> Row:
-    """Returns the row of the times to the first token of short prompts, each on an idle server."""
+    """Returns the row of times to the first token of short prompts, each on an idle server."""
     label, layers = servers.label(spec, setup), geometry_and_flags(setup.model, setup.layers)[0].layers
     found, mhz, stages = {}, {}, {}
     with Clocks() as clocks:
@@ -204,7 +204,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = args.logs or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
-        context = max(workload.longest for workload in known.values())  # the same, whatever is measured
+        context = max(workload.longest for workload in known.values())  # the same for every choice of workloads
         left = [name for job in jobs for name in serve(*job, setup, context, args, folder, deadline)]
     rows = bench_rows(record.read_rows(args.out))
     print("\n".join([HEAD, *map(line, rows)]))
@@ -233,7 +233,7 @@ def serve(
     folder: Path,
     deadline: float,
 ) -> list[str]:
-    """Measures workloads on one method's server; returns what there was no time for."""
+    """Measures workloads on one method's server; returns the names of those that there was no time for."""
     label = servers.label(spec, setup)
 
     def fits(workload: Workload, more: float = 0.0) -> bool:
@@ -247,7 +247,7 @@ def serve(
         tokenizer = setup.tokenizer(folder)
         lengths = [load.prompt for workload in wanted for load in workload.loads]
         with servers.server(spec, setup, tokenizer, context, folder) as running:
-            stock.benchmark()  # imported while nothing is measured
+            stock.benchmark()  # imported before anything is measured
             servers.facts(running, spec)
             servers.warm_up(running, lengths, setup.config["vocab_size"])
             command = shlex.join(map(without_paths, running.command))
@@ -268,7 +268,7 @@ def serve(
                     failed(f"{workload.name} of {label}: {error}")
                     running.check_alive()
                 else:
-                    # After every figure, so that a run cut short keeps what it has.
+                    # Written after every figure, so that an interrupted run keeps its rows.
                     record.merge(args.out, "serving", [row], key="scenario")
                     print(line(row), flush=True)
                 left.remove(f"{workload.name} of {label}")

@@ -1,1 +1,1 @@
-"""SGLang's own serving benchmark on named workloads: what runs, on which servers, and what is shown of it."""
+"""SGLang's own serving benchmark on named workloads: the loads, the servers, and the tables of results."""

@@ -1,4 +1,4 @@
-"""The GPU's clock while something is measured: a GPU that idles between requests may lower it."""
+"""Reads the GPU's clock during a measurement, because a GPU that idles between requests may lower it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PAUSE = 0.02
 
 
 class Clocks(Watch):
-    """Reads the SM clock of the first visible GPU while its ``with`` block lasts; nothing without a GPU."""
+    """Reads the SM clock of the first visible GPU inside its ``with`` block; without a GPU it does nothing."""
 
     def __init__(self) -> None:
         super().__init__(PAUSE)
@@ -30,7 +30,7 @@ class Clocks(Watch):
             pynvml.nvmlInit()
             self._gpu = pynvml.nvmlDeviceGetHandleByIndex(int(first) if first.isdigit() else 0)
             super()._watch()
-        except pynvml.NVMLError:  # no GPU, or one that does not tell
+        except pynvml.NVMLError:  # no GPU, or one that does not report its clock
             return
 
     def look(self) -> None:

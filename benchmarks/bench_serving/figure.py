@@ -1,4 +1,4 @@
-"""One figure with all workloads of a result file."""
+"""Draws one figure with all workloads of a result file."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from benchmarks.bench_serving.tables import NAMES, bench_rows, methods_of
 
-#: As in the accuracy maps: hues that color-blind readers can distinguish.
+#: Colors as in the accuracy maps; color-blind readers can distinguish them.
 COLORS = {"none": "#7f7f7f", "fp8": "#000000", "oscar": "#0072b2", "transform:2.5": "#d55e00"}
 OTHERS = ("#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 

@@ -1,4 +1,4 @@
-"""A row of the result file: what a workload gave on one server."""
+"""Builds a row of the result file: the figures of one workload on one server."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from benchmarks.bench_serving.stock import Measured, Request
 from benchmarks.bench_serving.workloads import Workload
 from sglang_kvq.errors import KVQuantError
 
-#: Percentiles of a row.
+#: Percentiles in a row.
 PERCENTILES = (50, 90, 99)
 
 
@@ -39,7 +39,7 @@ def check(workload: Workload, measured: Sequence[Measured]) -> list[Request]:
 
 
 def most_at_once(requests: Sequence[Request]) -> int:
-    """Returns how many requests had their first token and not their last one at the same time, at most."""
+    """Returns the largest number of requests that were between their first and last token at the same time."""
     changes = [(one.begin + one.ttft, 1) for one in requests if one.ttft]
     changes += [(one.begin + one.latency, -1) for one in requests if one.ttft]
     most = now = 0
@@ -53,8 +53,8 @@ def measurements(workload: Workload, measured: Sequence[Measured]) -> dict[str, 
     """Returns the figures of a row.
 
     A request that was cut counts with the tokens that it had. If it had none, its time to the first token is at least
-    the time that it waited. That is what percentiles use, and ``waited`` counts such requests. Goodput has requests
-    with a whole answer only.
+    the time that it waited; percentiles use that time, and ``waited`` counts such requests. Goodput counts only
+    requests with a whole answer.
 
     Raises:
         KVQuantError: as ``check`` does.

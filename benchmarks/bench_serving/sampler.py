@@ -1,4 +1,4 @@
-"""What a server says of itself while a workload runs: gauges of ``/metrics``, read twice a second."""
+"""Reads gauges from a server's ``/metrics`` twice a second while a workload runs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections import defaultdict
 from benchmarks.watch import Watch
 from sglang_kvq.server_process import OPENER
 
-#: Gauges by what a row calls them. Their values are summed over a server's workers.
+#: Gauges by their names in a row. Their values are summed over a server's workers.
 GAUGES = {
     "running": "sglang:num_running_reqs",
     "queued": "sglang:num_queue_reqs",
@@ -29,11 +29,11 @@ def parse(text: str) -> dict[str, float]:
 
 
 class Sampler(Watch):
-    """Reads the gauges of a server while its ``with`` block lasts.
+    """Reads the gauges of a server inside its ``with`` block.
 
     Attributes:
         most: the largest value of each gauge that the server has.
-        errors: of the cache, since the server started.
+        errors: errors that the cache counted since the server started.
     """
 
     def __init__(self, url: str) -> None:
@@ -51,7 +51,7 @@ class Sampler(Watch):
         try:
             with OPENER.open(f"{self.url}/metrics", timeout=10) as response:
                 found = parse(response.read().decode())
-        except OSError:  # a busy server answers the next time; a row without a sample is refused
+        except OSError:  # a busy server may answer the next time; a row without any sample is refused
             return
         self.samples += 1
         self.errors = found.get(ERRORS, 0.0)

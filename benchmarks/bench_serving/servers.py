@@ -1,4 +1,4 @@
-"""The servers that are compared: one model with different caches, and flags that are otherwise the same."""
+"""The servers that are compared: one model with different caches, and otherwise the same flags."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from sglang_kvq.methods import get_method
 from sglang_kvq.methods.base import RotationKind
 from sglang_kvq.sglang.observe import QUIET
 
-#: Tokens of a stream's event: neither the server's Python nor the client's must be what is measured.
+#: Tokens per event of a stream; with many tokens, neither server's nor client's Python dominates the measurement.
 EVENT = 8
 RECENT_MIN = "--kv-quant-recent-min"
-#: Seconds that an idle server's check may take.
+#: Extra seconds for the check that an idle server makes.
 GRACE = 5.0
 
 
 @dataclass(frozen=True)
 class Setup:
-    """A model, and what all its servers have in common.
+    """A model and the settings that all its servers share.
 
     Attributes:
-        layers: only so many of the model's.
+        layers: number of the model's first layers to use; None for all.
         shared: further flags of all servers.
         plain: further flags of servers without ``--kv-quant``.
-        recent_min: ``--kv-quant-recent-min`` of the others; None for the default.
+        recent_min: ``--kv-quant-recent-min`` of servers with ``--kv-quant``; None for the default.
     """
 
     model: Path
@@ -56,14 +56,14 @@ class Setup:
         return any(self.model.glob("*.safetensors"))
 
     def tokenizer(self, folder: Path) -> Path:
-        """Returns the model's tokenizer, or one of words in a folder if the model has none."""
+        """Returns the model's tokenizer, or, if it has none, a tokenizer of words that is written to ``folder``."""
         if (self.model / "tokenizer_config.json").exists():
             return self.model
         return write_tokenizer(folder / "tokenizer", self.config["vocab_size"])
 
 
 def label(spec: MethodSpec, setup: Setup) -> str:
-    """Returns a method's name in the result file, which has all that sets it apart."""
+    """Returns a method's name in the result file, which includes everything that distinguishes it."""
     if setup.recent_min is None or spec.method in (REFERENCE, "fp8"):
         return spec.label
     return f"{spec.label} {RECENT_MIN} {setup.recent_min}"
@@ -73,7 +73,7 @@ def specs_of(words: str) -> list[MethodSpec]:
     """Parses ``--methods``.
 
     Raises:
-        KVQuantError: one is unknown, or names a chunk size.
+        KVQuantError: a method is unknown, or names a chunk size.
     """
     for word in words.split(","):
         if "#" in word:
@@ -82,7 +82,7 @@ def specs_of(words: str) -> list[MethodSpec]:
 
 
 def method_flags(spec: MethodSpec, setup: Setup, folder: Path) -> list[str]:
-    """Returns the flags of a method; rotations are random ones if the model's weights are."""
+    """Returns the flags of a method; a model without weights gets random rotations."""
     if spec.method == REFERENCE:
         return [*setup.plain, *spec.extra]
     if spec.method == "fp8":
@@ -102,7 +102,7 @@ def server(spec: MethodSpec, setup: Setup, tokenizer: Path, context: int, folder
     """Returns the server of a method, not yet started; its log is in ``folder``.
 
     Args:
-        context: tokens of the longest request with its answer.
+        context: tokens of the longest request, including its answer.
     """
     _, cut = geometry_and_flags(setup.model, setup.layers)
     flags = ["--tokenizer-path", str(tokenizer), "--enable-metrics", "--stream-interval", str(EVENT)]
@@ -114,10 +114,10 @@ def server(spec: MethodSpec, setup: Setup, tokenizer: Path, context: int, folder
 
 
 def facts(running: Server, spec: MethodSpec) -> dict[str, Any]:
-    """Returns what a row says of its server, after a check that it serves what was asked for.
+    """Returns a row's facts about its server, and checks that the server uses the requested cache.
 
     Raises:
-        KVQuantError: its cache is another.
+        KVQuantError: it uses another cache.
     """
     info = running.info()
     state = info["internal_states"][0]
@@ -136,10 +136,10 @@ def facts(running: Server, spec: MethodSpec) -> dict[str, Any]:
 
 
 def warm_up(running: Server, lengths: Sequence[int], vocabulary: int) -> None:
-    """Makes kernels compile that the workloads need: of prompts of these lengths, new and cached, and of a few streams.
+    """Compiles the kernels that workloads need, with new and cached prompts of these lengths and with a few streams.
 
     Raises:
-        KVQuantError: an answer has another length than asked for.
+        KVQuantError: an answer has a wrong length.
     """
     generator = np.random.default_rng(0)
     for length in sorted({*lengths, 64}):
@@ -156,10 +156,10 @@ def warm_up(running: Server, lengths: Sequence[int], vocabulary: int) -> None:
 
 
 def check_errors(running: Server) -> None:
-    """Checks the cache's own counters of errors.
+    """Checks the cache's own error counters.
 
     Raises:
-        KVQuantError: one is not 0.
+        KVQuantError: a counter is not 0.
     """
     for state in running.info()["internal_states"]:
         plugin = state.get("kv_quant") or {}
@@ -171,8 +171,8 @@ def check_errors(running: Server) -> None:
 def held(running: Server) -> dict[str, int]:
     """Returns what the tiers of an idle server with an empty prefix cache hold: nothing, if no page was lost.
 
-    The cache is emptied twice around a tiny request, because what a request gives back is applied by the next batch, or
-    by the check of a server without work for ``QUIET`` seconds.
+    The cache is emptied twice, with a tiny request in between. Pages that a request frees are released only by the next
+    batch, or by a check that the server makes after ``QUIET`` seconds without work.
     """
     running.drain()
     sampling = {"temperature": 0, "max_new_tokens": 2, "ignore_eos": True}

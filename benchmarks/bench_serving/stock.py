@@ -1,9 +1,9 @@
 """Runs SGLang's own serving benchmark, ``sglang.benchmark.serving`` (formerly ``sglang.bench_serving``), in children.
 
-Its code samples the prompts, sends the requests, limits how many run and reads the streams. Nothing of it is copied or
-replaced. Two kinds of its functions are wrapped. The one that makes the prompts waits for those of other loads, so that
-all begin at once. Those that send a request note it, and send none when the time is over. What runs then is aborted on
-the server, which ends its stream with the tokens so far.
+SGLang's code samples the prompts, sends the requests, limits how many run and reads the streams; none of it is copied
+or replaced. Two kinds of its functions are wrapped. The function that makes the prompts waits until other loads have
+theirs, so that all loads begin together. The functions that send a request also record it, and send none when the time
+is over. Requests still running then are aborted on the server, which ends their streams with the tokens so far.
 """
 
 from __future__ import annotations
@@ -28,19 +28,20 @@ from typing import Any
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.server_process import OPENER
 
-#: Seconds in which a load makes its prompts, and in which its last streams end.
+#: Seconds that a load may take to make its prompts, and to end its last streams.
 PREPARING, ENDING = 300.0, 60.0
 
 
 @dataclass(frozen=True)
 class Request:
-    """One request as its client saw it. Times are in seconds, of one clock for all processes of a machine.
+    """One request as its client saw it. Times are in seconds, on one clock for all processes of a machine.
 
     Attributes:
-        ttft: until the first token; 0 if none came.
-        tokens: of the answer.
-        prompt: its tokens. SGLang 0.5.16's benchmark reports a conversation's first turn for all of its turns.
-        cut: whether it was still running, or waiting, when the time was over.
+        ttft: time until the first token; 0 if none came.
+        tokens: tokens of the answer.
+        prompt: tokens of the prompt. For all turns of a conversation, SGLang 0.5.16's benchmark reports the first
+            turn's length.
+        cut: whether the request was still running, or waiting, when the time was over.
         error: why it has no answer; empty if it has one.
     """
 
@@ -61,11 +62,11 @@ class Request:
 
 @dataclass(frozen=True)
 class Measured:
-    """What one load gave.
+    """Results of one load.
 
     Attributes:
-        requests: that were sent.
-        unsent: requests that were not, because the time was over.
+        requests: requests that were sent.
+        unsent: number of requests that were not sent, because the time was over.
         summary: the last line of the benchmark's own result file.
     """
 
@@ -76,15 +77,15 @@ class Measured:
 
 @functools.cache
 def benchmark() -> types.ModuleType:
-    """Imports SGLang's benchmark; call it before the first ``run``, as it takes seconds.
+    """Imports SGLang's benchmark; call it before the first ``run``, because it takes seconds.
 
     Raises:
-        KVQuantError: this SGLang has none.
+        KVQuantError: this SGLang has no such module.
     """
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    if importlib.util.find_spec("datasets") is None:  # imported for one set of pictures, which is not used here
+    if importlib.util.find_spec("datasets") is None:  # imported for one image data set, which is not used here
         stand_in = types.ModuleType("datasets")
-        stand_in.load_dataset = None  # type: ignore[attr-defined]  # the one name that is asked for
+        stand_in.load_dataset = None  # the only name that SGLang uses
         sys.modules["datasets"] = stand_in
     try:
         return importlib.import_module("sglang.benchmark.serving")
@@ -93,19 +94,19 @@ def benchmark() -> types.ModuleType:
 
 
 def run(loads: Sequence[Sequence[str]], url: str, tokenizer: Path, seconds: float, folder: Path) -> list[Measured]:
-    """Runs loads on a server at the same time, each in a process of its own.
+    """Runs loads on a server at the same time, each in its own process.
 
     Args:
-        loads: arguments of the benchmark for each.
-        seconds: from the first request on, after which everything ends.
-        folder: for the benchmark's own result files and its output, ``load0.jsonl`` and ``load0.log`` and so on.
+        loads: arguments of the benchmark for each load.
+        seconds: time limit from the first request on.
+        folder: for the benchmark's own result files and its output: ``load0.jsonl``, ``load0.log`` and so on.
 
     Raises:
         KVQuantError: a load ended with an error.
     """
     benchmark()
     folder.mkdir(parents=True, exist_ok=True)
-    # Forked, because a new interpreter imports SGLang for longer than some loads run.
+    # Forked, because a new interpreter would import SGLang for longer than some loads run.
     context = multiprocessing.get_context("fork")
     ready = context.Barrier(len(loads))
     children = []
@@ -113,7 +114,7 @@ def run(loads: Sequence[Sequence[str]], url: str, tokenizer: Path, seconds: floa
         place = folder / f"load{number}"
         for suffix in (".jsonl", ".json", ".log"):
             place.with_suffix(suffix).unlink(missing_ok=True)
-        # Named, because the benchmark asks the hub for a model that it does not find.
+        # The model is named, because otherwise the benchmark asks the hub for one that it does not find.
         own = ["--model", str(tokenizer), "--served-model-name", "default", "--tokenizer", str(tokenizer)]
         own += ["--base-url", url, "--disable-tqdm", "--output-details"]
         argv = [*words, *own, "--output-file", str(place.with_suffix(".jsonl"))]
@@ -143,7 +144,7 @@ def _read(place: Path, status: int | None) -> Measured:
 
 
 def _child(argv: list[str], url: str, seconds: float, ready: Any, place: Path) -> None:
-    """Runs one load; writes ``place.json``."""
+    """Runs one load and writes ``place.json``."""
     with place.with_suffix(".log").open("wb") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
@@ -168,11 +169,11 @@ def _child(argv: list[str], url: str, seconds: float, ready: Any, place: Path) -
 
 
 class Watch:
-    """Notes requests, and ends them when the time is over.
+    """Records requests, and ends them when the time is over.
 
     Args:
         module: SGLang's benchmark.
-        seconds: from the first request on.
+        seconds: time limit from the first request on.
     """
 
     def __init__(self, module: types.ModuleType, url: str, seconds: float) -> None:
@@ -207,7 +208,7 @@ class Watch:
         return watched
 
     def note(self, asked: Any, output: Any, begin: float) -> None:
-        """Keeps what is needed of a request; an answer that was cut is counted by its text."""
+        """Records a request; the tokens of an answer that was cut are counted from its text."""
         ended = time.perf_counter()
         cut = self.end is not None and ended >= self.end
         error = "" if output.success or cut else (output.error or "no answer")[-500:]
@@ -224,11 +225,11 @@ class Watch:
         )
 
     async def _stop(self) -> None:
-        """Aborts what runs when the time is over, again for what was on its way meanwhile."""
+        """Aborts running requests when the time is over, repeatedly, because more may have been on their way."""
         assert self.end is not None
         await asyncio.sleep(self.end - time.perf_counter())
         while self.running:
-            with contextlib.suppress(OSError):  # asked again in a second
+            with contextlib.suppress(OSError):  # tries again in a second
                 await asyncio.to_thread(_abort_all, self.url)
             await asyncio.sleep(1.0)
 

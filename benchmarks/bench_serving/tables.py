@@ -1,4 +1,4 @@
-"""Rows of workloads as a short table of the terminal, and as the tables of docs/performance.md."""
+"""Formats rows of workloads as a short table for the terminal, and as the tables of docs/performance.md."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def bench_rows(rows: Iterable[Row]) -> list[Row]:
 
 
 def methods_of(rows: Sequence[Row]) -> list[str]:
-    """Returns the methods of rows: those of ``ORDER`` first, then others by name."""
+    """Returns the methods of rows: those in ``ORDER`` first, then others by name."""
     found = {row["method"] for row in rows}
     return [*(name for name in ORDER if name in found), *sorted(found - {*ORDER})]
 
@@ -29,7 +29,7 @@ def heading(method: str) -> str:
 
 
 def least(row: Row, name: str) -> str:
-    """Returns a percentile of the time to the first token in ms; after ≥, if it is that of requests that still wait."""
+    """Returns a percentile of the time to the first token in ms; prefixed with ≥ if its request still waits."""
     percent = int(name.removeprefix("ttft_p").removesuffix("_ms"))
     requests = row["completed"] + row["cut"]
     waits = row["waited"] > requests * (1 - percent / 100)
@@ -48,7 +48,7 @@ def _running(row: Row, plain: Row | None) -> str:
     return f"{row['decoding']}" + (f" ({lost:.0f} pages)" if lost else "")
 
 
-#: Tables: a title, and the text of a cell from its row and BF16's.
+#: Tables: a title, and a function from a row and BF16's row to a cell's text.
 TABLES: tuple[tuple[str, Callable[[Row, Row | None], str]], ...] = (
     ("Output tokens a second, and relative to BF16", _tokens),
     (
@@ -65,7 +65,7 @@ TABLES: tuple[tuple[str, Callable[[Row, Row | None], str]], ...] = (
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    """Returns the tables of a result file's workloads; empty without any."""
+    """Returns the tables of a result file's workloads; empty if it has none."""
     firsts = [row for row in rows if FIRST_TOKENS in str(row.get("scenario", ""))]
     rows = bench_rows(rows)
     if not rows:
@@ -90,7 +90,7 @@ def markdown(rows: Sequence[Row]) -> str:
 
 
 def _first_tokens(rows: Sequence[Row]) -> str:
-    """Returns the table of the times to the first token of short prompts, with BF16's for comparison."""
+    """Returns the table of times to the first token of short prompts, compared with BF16's."""
     by = {row["method"]: row for row in rows}
     lines = [["prompts at once", *map(heading, methods_of(rows))], ["---"] * (1 + len(by))]
     for name in (name for name in rows[0] if name.startswith("ttft_")):
@@ -108,7 +108,7 @@ def _table(title: str, lines: Sequence[Sequence[str]]) -> str:
 
 
 def _model(row: Row) -> str:
-    """Returns the model's name and a comma if the scenario begins with it."""
+    """Returns the model's name and a comma if the scenario begins with a model; else nothing."""
     model, slash, _ = row["scenario"].rpartition("/")
     return f"{model}, " if slash else ""
 
@@ -120,7 +120,7 @@ HEAD = (
 
 
 def line(row: Row) -> str:
-    """Returns a row as a line of the terminal below ``HEAD``."""
+    """Formats a row as a line of the terminal, to be printed below ``HEAD``."""
     tpot = math.nan if row["tpot_p50_ms"] is None else row["tpot_p50_ms"]
     lost = row.get("lost_window_pages")
     return (

@@ -1,8 +1,9 @@
-"""A tokenizer for models without one: token 123 is the word "w123", so text and token ids mean the same exactly.
+"""A tokenizer for models without one: token 123 is the word "w123", so text and token ids correspond exactly.
 
-SGLang's benchmark counts tokens by text, and its conversations are text. Servers of dummy weights have no tokenizer.
-With this one no benchmark needs ``--skip-tokenizer-init``, prompts have the exact lengths asked for, and the next turn
-of a conversation repeats the tokens of the turns before it, so that their pages are found in the prefix cache.
+SGLang's benchmark counts tokens in text, and its conversations are text, but servers of dummy weights have no
+tokenizer. With this tokenizer no benchmark needs ``--skip-tokenizer-init``, and prompts have exactly the requested
+lengths. The next turn of a conversation repeats the tokens of earlier turns, so that their pages are found in the
+prefix cache.
 """
 
 from __future__ import annotations
@@ -10,14 +11,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-#: A conversation is its messages' words, without marks of roles.
+#: A conversation is the words of its messages, without role markers.
 TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
 
 
 def write_tokenizer(folder: Path, vocabulary: int) -> Path:
     """Writes a tokenizer of ``vocabulary`` words that transformers loads; returns its folder."""
     words = {f"w{token}": token for token in range(vocabulary)}
-    # As the tokenizers library writes them; it takes seconds to be given as many words one by one.
+    # The tokenizers library's own format; adding as many words one by one would take seconds.
     split = {"type": "WhitespaceSplit"}
     model = {"type": "WordLevel", "vocab": words, "unk_token": "w0"}
     parts = dict.fromkeys(("truncation", "padding", "normalizer", "post_processor", "decoder"))

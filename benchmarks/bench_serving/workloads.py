@@ -1,8 +1,8 @@
 """Named workloads, as arguments of SGLang's serving benchmark.
 
-A workload is one load, or several at the same time. A load is a number of clients that each send a request, wait for
-its answer and send the next one (closed loop), or requests that arrive at a rate whatever the server does (open loop).
-Prompts, their order and their arrivals depend on the load and its seed only, so they are the same for all servers.
+A workload is one load, or several at the same time. In a closed loop, a number of clients each send a request, wait for
+its answer and send the next one. In an open loop, requests arrive at a rate whatever the server does. Prompts, their
+order and their arrivals depend only on the load and its seed, so they are the same for all servers.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ class Load:
 
     Attributes:
         clients: requests (or conversations) at once.
-        requests: all of them; conversations if ``turns`` is more than 1.
-        prompt: of a request; of a conversation's turn.
+        requests: number of requests; of conversations if ``turns`` is more than 1.
+        prompt: length of a request's prompt, or of a turn's.
         shared: tokens that all conversations of a group begin with.
-        group: conversations that share them.
-        rate: requests that arrive in a second; None is a closed loop of ``clients``.
+        group: conversations that share these tokens.
+        rate: requests that arrive per second; None for a closed loop of ``clients``.
     """
 
     clients: int
@@ -39,11 +39,11 @@ class Load:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest request with its answer."""
+        """Tokens of the longest request, including its answer."""
         return self.shared + self.turns * (self.prompt + self.output)
 
     def arguments(self, seed: int) -> list[str]:
-        """Returns the arguments of ``sglang.benchmark.serving`` for this load, without those of a server."""
+        """Returns the arguments of ``sglang.benchmark.serving`` for this load, without the server's."""
         words = ["--seed", str(seed), "--warmup-requests", "0"]
         words += ["--max-concurrency", str(self.clients)] if self.rate is None else ["--request-rate", str(self.rate)]
         if self.turns == 1:
@@ -69,8 +69,8 @@ class Workload:
     """Loads that run at the same time.
 
     Attributes:
-        title: what a table says.
-        seconds: after which the measurement ends, whatever is left.
+        title: name in tables.
+        seconds: time limit; the measurement ends then, whatever is left.
         ttft, tpot: limits of goodput, in milliseconds.
     """
 
@@ -91,12 +91,12 @@ class Workload:
 
 
 def _chats(clients: int) -> Load:
-    """Conversations that end at 12,000 tokens: 3,000 shared by four, then six turns of 1,250 and answers of 250."""
+    """Returns conversations that end at 12,000 tokens: 3,000 shared by four, then six turns of 1,250 + 250."""
     return Load(clients, clients, 1250, 250, turns=6, shared=3000, group=4)
 
 
-#: Clients answer in step, so only whole rounds compare servers: one that computes all prompts first has the fewest
-#: tokens when a round is cut.
+#: Clients answer in step, so only whole rounds are a fair comparison: a server that computes all prompts first has the
+#: fewest tokens when a round is cut.
 _SINGLE = {
     "200": Load(1024, 3072, 200, 200),
     "1k": Load(512, 1536, 1024, 256),
@@ -115,7 +115,7 @@ WORKLOADS = {
         Workload("mix", "all of these, a quarter each", _PARTS, 180, 10_000),
     )
 }
-#: The same in small, which a CPU serves: only shows that everything works.
+#: Small versions for a CPU, which only show that everything works.
 _TINY_SINGLE = (Load(4, 6, 40, 12), Load(2, 3, 300, 9))
 _TINY_CHATS = Load(2, 2, 70, 9, turns=3, shared=70, group=2)
 TINY = {
@@ -130,7 +130,7 @@ TINY = {
 
 
 def at_rate(workload: Workload, rate: float) -> Workload:
-    """Returns a workload of one load as an open loop: its requests arrive at a rate, for as long as it is measured."""
+    """Returns a workload of one load as an open loop: requests arrive at a rate, for as long as it is measured."""
     (load,) = workload.loads
     requests = max(load.group, math.ceil(rate * workload.seconds / load.group) * load.group)
     title = f"{workload.title.rpartition(',')[0]}, {rate:g} a second"
@@ -139,13 +139,13 @@ def at_rate(workload: Workload, rate: float) -> Workload:
 
 
 def chosen(words: str, known: dict[str, Workload], seconds: float | None = None) -> list[Workload]:
-    """Parses ``--workloads``: names, each with ``@RATE`` for arrivals at a rate.
+    """Parses ``--workloads``: names, each optionally with ``@RATE`` for arrivals at a rate.
 
     Args:
-        seconds: after which each ends; None for its own limit.
+        seconds: time limit of each workload; None for its own.
 
     Raises:
-        KVQuantError: a name or a rate is none.
+        KVQuantError: a name or a rate is invalid.
     """
     found = []
     for word in words.split(","):

@@ -1,1 +1,1 @@
-"""What ``benchmarks/kernels.py`` and those beside it measure with: a timer, inputs of many shapes, rows of results."""
+"""Tools of ``benchmarks/kernels.py`` and similar benchmarks: a timer, inputs of many shapes, rows of results."""

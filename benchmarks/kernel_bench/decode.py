@@ -1,4 +1,4 @@
-"""Decode steps: attention and merge, and what a step does besides."""
+"""Decode steps: attention and merge, and the other work of a step."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.formats.record import RecordFormat
 from sglang_kvq.kernels.decode.decode_attention import DecodeLaunch
 
-#: Requests and tokens of each.
+#: Requests, and tokens of each.
 DECODE = [(64, 16384), (16, 98304), (8, 32768), (32, 8192), (1, 131072), (256, 4096), (1, 1 << 20)]
-#: Layers of Qwen3-8B.
+#: Number of Qwen3-8B's layers.
 SHARED_LAYERS = 36
-#: Ways to launch that --sweep compares: stages, registers, programs per SM.
+#: Launches that --sweep compares: stages, registers, programs per SM.
 LAUNCHES = [
     (2, 128, 16),
     (2, 144, 13),
@@ -37,9 +37,9 @@ LAUNCHES = [
 
 
 def decode_rows(timer: Timer, bandwidth: float, others: Sequence[str] = ()) -> Iterator[dict]:
-    """A row per shape of ``DECODE``, and one of a batch whose lengths differ by two orders of magnitude.
+    """Yields a row per shape of ``DECODE``, and one for a batch whose lengths differ by two orders of magnitude.
 
-    others: kernels of ``fp8.KERNELS``, measured too.
+    others: kernels of ``fp8.KERNELS`` to measure too.
     """
     ragged = [int(1024 * 128 ** (i / 63)) for i in range(64)]
     after_writes = Timer(timer.repeats, writes=True)
@@ -69,9 +69,9 @@ def decode_rows(timer: Timer, bandwidth: float, others: Sequence[str] = ()) -> I
 
 
 def shared_rows(timer: Timer, bandwidth: float) -> Iterator[dict]:
-    """The shapes of ``DECODE`` over a memory that records and BF16 pages of 36 layers share, and over one of each.
+    """Yields rows for ``DECODE`` over a memory that records and BF16 pages of 36 layers share.
 
-    ``separate_us`` is the same step with a memory of each; ``ratio_separate`` is how much faster the shared one is.
+    ``separate_us`` is the same step with separate memories; ``ratio_separate`` is how much faster the shared one is.
     """
     for batch, context in DECODE:
         times, size, error = [], 0, 0.0
@@ -89,7 +89,7 @@ def shared_rows(timer: Timer, bandwidth: float) -> Iterator[dict]:
 
 
 def sweep(timer: Timer) -> None:
-    """Print microseconds by launch."""
+    """Prints microseconds by launch."""
     launches = [DecodeLaunch(*x) for x in LAUNCHES]
     print(
         f"{'stages, registers, per SM':>16}"
@@ -104,9 +104,9 @@ def sweep(timer: Timer) -> None:
 def quantize_rows(
     timer: Timer, bandwidth: float, format: RecordFormat = FORMAT, label: str = "", tokens: int = 8192, **more: int
 ) -> Iterator[dict]:
-    """Pages of ``tokens`` tokens, from activations (one layer) and from BF16 pages.
+    """Quantizes pages of ``tokens`` tokens, from activations (one layer) and from BF16 pages.
 
-    label: added to the rows' names; more: to what they say.
+    label: added to the rows' names; more: further fields of the rows.
     """
     pages, d = tokens // PAGE_SIZE, format.head_dim
     table = torch.zeros(1, PAGE_SIZE, dtype=torch.int32, device="cuda")
@@ -135,7 +135,7 @@ def quantize_rows(
 
 
 def step_rows(timer: Timer, batch: int = 64) -> Iterator[dict]:
-    """What a decode step does besides: its plan, once; rotation and storing, in each layer."""
+    """Yields rows for the rest of a decode step: its plan, once; rotating and storing, in each layer."""
     pool = make_pool([1024] * batch)
     r = torch.linalg.qr(torch.randn(1, KV_HEADS, D, D, device="cuda"))[0].contiguous()
     rotations = LayerRotations(r, r)

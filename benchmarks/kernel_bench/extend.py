@@ -27,9 +27,9 @@ SHORT = [
     (1, 16, 32768), (1, 64, 32768), (1, 128, 8192), (1, 256, 32768),
     (8, 64, 16384), (8, 16, 4096), (8, 128, 8192), (32, 32, 8192), (1, 128, 131072),
 ]  # fmt: skip
-#: What short extends are compared with: on a Hopper GPU FlashInfer chooses fa3, which does not split keys; fa2 does.
+#: FlashInfer backends for comparison: on Hopper GPUs ``auto`` chooses fa3, which does not split keys; fa2 does.
 BACKENDS = ("auto", "fa2")
-#: Ways to launch that --sweep-extend compares: rows, keys, warps, stages, registers, programs per SM.
+#: Launches that --sweep-extend compares: rows, keys, warps, stages, registers, programs per SM.
 EXTEND_LAUNCHES = [
     (64, 32, 4, 3, None, 2), (64, 32, 4, 3, 160, 3), (64, 32, 4, 3, 168, 3), (64, 32, 4, 2, 168, 3),
     (64, 32, 4, 4, 168, 3), (64, 32, 4, 2, 128, 4), (128, 32, 8, 3, None, 1), (64, 32, 4, 3, 168, 6),
@@ -38,7 +38,7 @@ EXTEND_LAUNCHES = [
 
 
 def extend_rows(timer: Timer, prefill: RaggedPrefill | None) -> Iterator[dict]:
-    """Prefill chunks over quantized prefixes, all with a library if it is given; context counts both."""
+    """Yields rows for chunks over quantized prefixes, all with ``prefill`` if given; context counts both."""
     if prefill:
         prefill.suits = lambda new_lens: True
     for prefix, new in EXTEND:
@@ -63,7 +63,7 @@ def extend_rows(timer: Timer, prefill: RaggedPrefill | None) -> Iterator[dict]:
 
 
 def short_rows(timer: Timer, prefill: RaggedPrefill | None) -> Iterator[dict]:
-    """Short extends: pages read directly, against the prefix dequantized first, and against FlashInfer over BF16."""
+    """Yields rows for short extends that read pages directly; also times dequantizing first, and FlashInfer."""
     for batch, new, prefix in SHORT:
         shape = ShortShape(batch, new, prefix)
         ours, error = shape.measure(timer, ANY_EXTEND)
@@ -78,7 +78,7 @@ def short_rows(timer: Timer, prefill: RaggedPrefill | None) -> Iterator[dict]:
 
 
 def sweep_extend(timer: Timer) -> None:
-    """Print microseconds by launch."""
+    """Prints microseconds by launch."""
     launches = [ExtendLaunch(*x) for x in EXTEND_LAUNCHES]
     print(f"{'rows, keys, warps, stages, registers, per SM':>25}")
     print(" " * 25 + "".join(f"{','.join(map(str, x)).replace('None', '-'):>18}" for x in EXTEND_LAUNCHES))

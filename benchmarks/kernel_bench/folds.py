@@ -1,4 +1,4 @@
-"""Moving chosen tokens into other pages, as a block of an episode ends: all layers of a model at once."""
+"""Moves chosen tokens to other pages, as at the end of an episode's block, in all layers of a model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from sglang_kvq.formats.page import PageFormat
 from sglang_kvq.formats.record import RecordFormat
 
 LAYERS = 36
-#: Tokens that are kept, of how many.
+#: Tokens that are kept, and all tokens.
 SIZES = [(4096, 6144), (1536, 2560)]
 FORMATS: dict[str, RecordFormat] = {
     "oscar 2": FORMAT,
@@ -29,7 +29,10 @@ FORMATS: dict[str, RecordFormat] = {
 
 
 def fold_rows(timer: Timer, bandwidth: float) -> Iterator[dict]:
-    """Ascending tokens, as they are chosen, and in any order. Bytes are those kept, read and written, and indices."""
+    """Yields rows for tokens in ascending order, as they are chosen, and in any order.
+
+    Bytes are those of kept tokens, read and written, and of indices.
+    """
     for kept, tokens in SIZES:
         for name, format in FORMATS.items():
             pages, targets = tokens // PAGE_SIZE, kept // PAGE_SIZE

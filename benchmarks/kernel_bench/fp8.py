@@ -1,8 +1,9 @@
-"""The fastest decode over an FP8 cache that can be had: FlashAttention 3, XQA and SGLang's Triton kernel, and a bound.
+"""The fastest available decode over an FP8 cache: FlashAttention 3, XQA and SGLang's Triton kernel, and a bound.
 
-FlashInfer's own FP8 kernel for Hopper is slower than it could be, so a ratio to it alone would flatter ours. Each of
-these is optional. One that is not there, does not run on this GPU or gives a wrong result has a reason instead of a
-time. ``bound_us`` is the time of an ideal kernel: it reads each byte of the FP8 cache once, at the bandwidth of a copy.
+FlashInfer's own FP8 kernel for Hopper is slower than possible, so a ratio to it alone would flatter our kernels. Each
+of these kernels is optional. If one is not installed, does not run on this GPU or gives a wrong result, a reason
+replaces its time. ``bound_us`` is the time of an ideal kernel: it reads each byte of the FP8 cache once, at the
+bandwidth of a copy.
 """
 
 from __future__ import annotations
@@ -16,15 +17,15 @@ import torch
 PAGE = 64
 FP8 = torch.float8_e4m3fn
 #: The largest relative error. These kernels round queries and probabilities to FP8 too, which costs random inputs about
-#: a tenth at 100 tokens and more at many. The attention of other tokens would be wrong by about 1.4.
+#: a tenth at 100 tokens and more at many. Attention to wrong tokens would have an error of about 1.4.
 BOUND = 0.7
-#: Splits of a request's tokens that are tried with SGLang's Triton kernel; the fastest counts.
+#: Splits of a request's tokens to try with SGLang's Triton kernel; the fastest counts.
 SPLITS = (4, 8, 16, 32)
 Timing = Callable[[Callable[[], object]], float]
 
 
 class Unavailable(RuntimeError):
-    """A kernel that cannot be measured here, and why."""
+    """A kernel cannot be measured here; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class Scene:
         return float(self.q.shape[-1] ** -0.5)
 
     def exact(self, row: int) -> torch.Tensor:
-        """float32 ``[q_heads, D]``: the attention of one request."""
+        """Computes the attention of one request, float32 ``[q_heads, D]``."""
         length = self.lengths[row]
         pages = self.table[row, : -(-length // PAGE)].long()
         k, v = (x.view(torch.uint8)[pages].view(FP8).float().flatten(0, 1)[:length] for x in (self.k, self.v))
@@ -75,7 +76,7 @@ class Scene:
 
 
 def bound_us(lengths: Iterable[int], kv_heads: int, head_dim: int, bandwidth: float) -> float:
-    """Returns the microseconds in which the keys and values of all requests are read once, a byte each.
+    """Returns the microseconds in which all keys and values are read once, at a byte each.
 
     Args:
         bandwidth: bytes per microsecond.
@@ -87,7 +88,7 @@ def _attribute(places: Sequence[str], name: str) -> Callable[..., torch.Tensor]:
     """Returns a function from the first module that has it.
 
     Raises:
-        Unavailable: none has.
+        Unavailable: no module has it.
     """
     reasons = []
     for place in places:
@@ -100,13 +101,13 @@ def _attribute(places: Sequence[str], name: str) -> Callable[..., torch.Tensor]:
 
 
 def _fa3(scene: Scene) -> list[Callable[[], torch.Tensor]]:
-    """FlashAttention 3 as SGLang has it: of the ``kernels`` package, else of sgl-kernel."""
+    """Runs FlashAttention 3 as SGLang does: from the ``kernels`` package or, if missing, from sgl-kernel."""
     places = ("sglang.kernels.ops.attention.flash_attention_v3", "sgl_kernel.flash_attn")
     attend = _attribute(places, "flash_attn_with_kvcache")
     one = torch.ones(len(scene.lengths), scene.k.shape[2], device=scene.q.device)
 
     def run() -> torch.Tensor:
-        q = scene.q[:, None].to(FP8)  # it takes queries of the cache's type only
+        q = scene.q[:, None].to(FP8)  # it only takes queries of the cache's dtype
         more = {"k_descale": one, "v_descale": one, "softmax_scale": scene.scale, "causal": True}
         return attend(q, scene.k, scene.v, cache_seqlens=scene.lens, page_table=scene.table, **more)[:, 0]
 
@@ -114,7 +115,7 @@ def _fa3(scene: Scene) -> list[Callable[[], torch.Tensor]]:
 
 
 def _xqa(scene: Scene) -> list[Callable[[], torch.Tensor]]:
-    """FlashInfer's XQA, which it takes on Hopper for TensorRT-LLM's interface."""
+    """Runs FlashInfer's XQA, which implements TensorRT-LLM's interface on Hopper."""
     attend = _attribute(("flashinfer.decode",), "trtllm_batch_decode_with_kv_cache")
     workspace = torch.zeros(256 << 20, dtype=torch.uint8, device=scene.q.device)
     lens, most = scene.lens.to(torch.uint32), max(scene.lengths)
@@ -127,7 +128,7 @@ def _xqa(scene: Scene) -> list[Callable[[], torch.Tensor]]:
 
 
 def _triton(scene: Scene) -> list[Callable[[], torch.Tensor]]:
-    """SGLang's Triton kernel, with several numbers of splits."""
+    """Runs SGLang's Triton kernel with several numbers of splits."""
     attend = _attribute(("sglang.kernels.ops.attention.decode_attention",), "decode_attention_fwd")
     batch, heads, d = scene.q.shape
     slots = (scene.table.long()[..., None] * PAGE + torch.arange(PAGE, device=scene.q.device)).flatten(1)
@@ -151,15 +152,15 @@ def _triton(scene: Scene) -> list[Callable[[], torch.Tensor]]:
     return [with_splits(splits) for splits in SPLITS]
 
 
-#: Names as in the columns ``fp8_NAME_us``; each returns ways to run one step.
+#: Kernels by their names in the columns ``fp8_NAME_us``; each returns ways to run one step.
 KERNELS: dict[str, Callable[[Scene], list[Callable[[], torch.Tensor]]]] = {"fa3": _fa3, "xqa": _xqa, "triton": _triton}
 
 
 def measure(scene: Scene, name: str, timer: Timing) -> tuple[float, float]:
-    """Returns the microseconds of a kernel's fastest way, after a check of each, and the largest relative error.
+    """Returns the microseconds of a kernel's fastest way, after each way is checked, and the largest relative error.
 
     Raises:
-        Unavailable: it is not there, does not run, or is wrong.
+        Unavailable: the kernel is missing, does not run, or is wrong.
     """
     times, errors = [], []
     try:
@@ -174,7 +175,7 @@ def measure(scene: Scene, name: str, timer: Timing) -> tuple[float, float]:
             times.append(timer(run))
     except Unavailable:
         raise
-    except Exception as error:  # other people's kernels: whatever they raise, ours are measured
+    except Exception as error:  # foreign kernels: whatever they raise, ours are still measured
         raise Unavailable(f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}") from error
     return min(times), max(errors)
 
@@ -198,10 +199,10 @@ def columns(
 
 
 def compared(row: dict, bound: float) -> dict:
-    """Returns what a row says of all FP8 kernels that it has: the fastest, our speed relative to it and to the bound.
+    """Returns a row's summary of its FP8 kernels: the fastest, and our speed relative to it and to the bound.
 
     Args:
-        row: with ``ours_us``, ``flashinfer_fp8_us`` and the columns of ``columns``.
+        row: with ``ours_us``, ``flashinfer_fp8_us`` and the fields that ``columns`` returns.
         bound: as ``bound_us`` returns it.
     """
     times = {name: row.get(f"fp8_{name}_us") for name in KERNELS} | {"flashinfer": row.get("flashinfer_fp8_us")}

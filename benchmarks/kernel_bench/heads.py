@@ -1,8 +1,8 @@
-"""Decode steps with 5 to 16 query heads to a KV head, and with heads of 64: candidates side by side.
+"""Compares launches of decode steps with 5 to 16 query heads per KV head, and with heads of 64.
 
-Every candidate is compiled first, many at a time, in processes of their own, and FlashInfer's kernels beside them. Then
-each is checked and measured. One that the compiler refuses or whose result is wrong is reported and left out. What
-does not fit the time given is left out and named, too.
+Every candidate is compiled first, many at a time, in separate processes, and so are FlashInfer's kernels. Then each
+candidate is checked and measured. A candidate that the compiler refuses, or whose result is wrong, is reported and left
+out. Candidates that do not fit the given time are also left out and named.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Geometry:
     """Heads of an attention layer.
 
     Attributes:
-        floor: the ratio to FlashInfer over BF16 that decode is to reach.
+        floor: least ratio to FlashInfer over BF16 that decode should reach.
     """
 
     q_heads: int
@@ -48,7 +48,7 @@ class Geometry:
 
     @property
     def candidates(self) -> list[DecodeLaunch]:
-        """The launch in use, then the others, the most promising ones first."""
+        """Returns the current launch, then the others, the most promising ones first."""
         group, record = self.q_heads // self.kv_heads, record_of(self.format)
         used = decode_launch(self.head_dim, group, record, self.kv_heads)
         fields = ("stages", "registers", "programs_per_sm", "half_pages")
@@ -67,9 +67,9 @@ GEOMETRIES = [
     Geometry(32, 8, 64),
     Geometry(32, 8, 128),
 ]
-#: Requests and tokens of each.
+#: Requests, and tokens of each.
 SHAPES = [(32, 16384), (16, 32768)]
-#: Stages, registers, programs per SM and pages of products in FP16 (0: INT8), for up to 8 query heads to a KV head, for
+#: Stages, registers, programs per SM and pages of products in FP16 (0: INT8), for up to 8 query heads per KV head, for
 #: up to 16, and for heads of 64.
 FEW = [
     (4, 255, 8, 1),
@@ -99,14 +99,14 @@ NARROW = [
     (3, 96, 20, 1),
     (4, 168, 12, 1),
 ]
-#: Seconds that all of it may take, imports aside, and that FlashInfer is left.
+#: Seconds for everything except imports, and the part of them left for FlashInfer.
 SECONDS, BESIDE = 130.0, 20.0
 
 
 def heads_rows(timer: Timer, bandwidth: float, others: Sequence[str] = ()) -> Iterator[dict]:
-    """Every geometry at each shape as it is launched, beside FlashInfer over BF16 and FP8.
+    """Yields rows of every geometry and shape with its current launch, with FlashInfer's times over BF16 and FP8.
 
-    others: kernels of ``fp8.KERNELS``, measured too.
+    others: kernels of ``fp8.KERNELS`` to measure too.
     """
     for geometry in GEOMETRIES:
         for batch, context in SHAPES:
@@ -132,10 +132,10 @@ def describe(launch: DecodeLaunch) -> str:
 
 
 def compile_candidate(geometry: Geometry, launch: DecodeLaunch) -> str | None:
-    """Run it once over a few pages, for Triton's cache; arguments are specialised as in the measured launches.
+    """Runs a launch once over a few pages to fill Triton's cache, with arguments specialized as in measurements.
 
     Returns:
-        why it cannot be measured, if so.
+        The reason if it cannot be measured, else None.
     """
     try:
         shape = DecodeShape([1024] * 2, geometry.format, geometry.q_heads, geometry.kv_heads)
@@ -146,7 +146,7 @@ def compile_candidate(geometry: Geometry, launch: DecodeLaunch) -> str | None:
 
 
 def compile_baseline(head_dim: int) -> str | None:
-    """The same of FlashInfer's kernel."""
+    """Compiles FlashInfer's kernel in the same way."""
     try:
         q = torch.zeros(2, 8, head_dim, device="cuda").bfloat16()
         baseline.decode_us(_once, q, [1024] * 2, 1, torch.bfloat16)
@@ -162,7 +162,7 @@ def _once(run: Callable[[], object]) -> float:
 
 
 def sweep_heads(timer: Timer, bandwidth: float, seconds: float = SECONDS) -> Iterator[list[dict]]:
-    """Print a table; yield a row of each candidate at each shape, and the same rows again with FlashInfer's time."""
+    """Prints a table; yields a row of each candidate at each shape, and then the same rows with FlashInfer's times."""
     end = time.monotonic() + seconds
     jobs = [(geometry, launch) for geometry in GEOMETRIES for launch in geometry.candidates]
     workers = max(2, min(len(os.sched_getaffinity(0)) - 2, 14))
@@ -192,7 +192,7 @@ def _measure(
     compiled: dict[tuple[Geometry, DecodeLaunch], Future],
     end: float,
 ) -> Iterator[dict]:
-    """A row of each candidate that compiles, is right and fits the time."""
+    """Yields a row of each candidate that compiles, is right and fits the time."""
     if time.monotonic() > end:
         print(f"{geometry} {batch} x {context}: left out, no time", flush=True)
         return
@@ -237,7 +237,7 @@ def _reason(failure: BaseException) -> str:
 
 
 def _compared(timer: Timer, rows: list[dict], beside: dict[int, Future], end: float) -> Iterator[dict]:
-    """Rows with FlashInfer's time where it can be had, and a line for each shape with its best candidate."""
+    """Yields rows with FlashInfer's time if available, and prints a line for each shape with its best candidate."""
     for head_dim, job in beside.items():
         if not job.done() or job.exception() or job.result():
             why = (job.exception() or job.result()) if job.done() else "still compiling"

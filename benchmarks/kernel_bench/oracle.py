@@ -18,7 +18,7 @@ def stored(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Reads a row's first ``length`` keys and values of these KV heads, float64 ``[heads, length, D]``.
 
-    For a page outside the history without a BF16 copy it reads slot 0, like padding.
+    A page outside the history that has no BF16 copy is read from slot 0, like padding.
     """
     pages = pool.places[pool.req_to_token[row, :length:PAGE_SIZE].long() // PAGE_SIZE].long()
     start = torch.arange(len(pages), device=pool.device) * PAGE_SIZE
@@ -115,7 +115,7 @@ def _attend(
 ) -> torch.Tensor:
     """Attends with queries ``[n, q_heads, D]`` to the row's tokens and, causally, to new ones; saves memory by heads.
 
-    hidden: bool ``[n, tokens]``, tokens that queries do not see; None: those after them.
+    hidden: bool ``[n, tokens]``, tokens that queries do not see; None hides only later tokens.
     """
     out = torch.empty(q.shape, dtype=torch.float64, device=q.device)
     if hidden is None:

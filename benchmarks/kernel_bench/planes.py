@@ -1,7 +1,7 @@
-"""Transform coding's kernels beside ``oscar``'s at equal heads: decode steps and quantization, by budget.
+"""Compares kernels of transform coding with ``oscar``'s at equal heads: decode steps and quantization, by budget.
 
-A budget gives a model's layers records of several widths. Each budget here has the pairs that Qwen2.5-Coder-0.5B's
-layers get at it, at any head_dim; its microseconds are the mean over the layers.
+A budget gives a model's layers records of several widths. Each budget here uses the pairs of widths that it gives
+Qwen2.5-Coder-0.5B's layers, at any head_dim; its microseconds are the mean over these layers.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from sglang_kvq.rotations.resolve import plane_formats
 from sglang_kvq.rotations.storage.files import load_rotations
 from sglang_kvq.rotations.storage.zoo import zoo_folder
 
-#: 2.25 is what ``oscar`` at 2 bits takes with heads of 128.
+#: Budgets in bits; ``oscar`` at 2 bits takes 2.25 with heads of 128.
 BUDGETS = (2.5, 2.25, 1.6)
 HEAD_DIMS = (128, 64)
-#: The model whose layers' widths are measured, in the zoo.
+#: The model in the zoo whose layers' widths are measured.
 MODEL = "qwen2.5-coder-0.5b-instruct-transform"
 SIZES = {"layers": 24, "kv_heads": 2, "head_dim": 64}
 #: Query heads, KV heads, head_dim.
@@ -43,7 +43,7 @@ def plane_format(head_dim: int, widths: tuple[Widths, Widths]) -> PlaneFormat:
 
 @cache
 def layers_of(budget: float) -> Counter[tuple[Widths, Widths]]:
-    """How many of ``MODEL``'s layers have which widths of keys and values."""
+    """Counts how many of ``MODEL``'s layers have each pair of key and value widths."""
     rotations = load_rotations(zoo_folder() / MODEL, **SIZES)
     return Counter((format.k.widths, format.v.widths) for format in plane_formats(rotations, budget))
 
@@ -55,7 +55,7 @@ def decode_planes_rows(
     head_dims: Sequence[int] = HEAD_DIMS,
     compare: bool = True,
 ) -> Iterator[dict]:
-    """``oscar`` at 2 bits, then each budget's mean, at every geometry and shape."""
+    """Yields rows for ``oscar`` at 2 bits, then each budget's mean, at every geometry and shape."""
     for q_heads, kv_heads, d in (geometry for geometry in GEOMETRIES if geometry[2] in head_dims):
         heads = {"q_heads": q_heads, "kv_heads": kv_heads, "head_dim": d}
         for batch, context in SHAPES:
@@ -103,7 +103,7 @@ def decode_planes_rows(
 def extend_planes_rows(
     timer: Timer, budgets: Sequence[float] = BUDGETS, head_dims: Sequence[int] = HEAD_DIMS
 ) -> Iterator[dict]:
-    """A few new tokens over long prefixes, 32 over 8 heads: pages read directly, and dequantized first."""
+    """Yields rows for a few new tokens over long prefixes, 32 over 8 heads: read directly, and dequantized first."""
     for d in head_dims:
         formats: dict[str, dict[RecordFormat, int]] = {"oscar 2": {PageFormat(d, d, 0.96, 0.92): 1}} | {
             f"transform {budget}": {plane_format(d, widths): n for widths, n in layers_of(budget).items()}
@@ -131,7 +131,7 @@ def extend_planes_rows(
 def quantize_planes_rows(
     timer: Timer, bandwidth: float, budgets: Sequence[float] = BUDGETS, head_dims: Sequence[int] = HEAD_DIMS
 ) -> Iterator[dict]:
-    """``decode.quantize_rows`` of ``oscar`` and of each budget's commonest pair of widths."""
+    """Yields ``decode.quantize_rows`` for ``oscar`` and for each budget's most common pair of widths."""
     for d in head_dims:
         formats: dict[str, RecordFormat] = {"oscar 2": PageFormat(d, d, 0.96, 0.92)} | {
             f"transform {budget}": plane_format(d, layers_of(budget).most_common(1)[0][0]) for budget in budgets

@@ -17,7 +17,7 @@ def row_of(
     fraction: float | None,
     **more: Any,
 ) -> dict[str, Any]:
-    """Microseconds of ours and of FlashInfer over BF16; error: relative; fraction: of the bandwidth."""
+    """Returns a row: our and FlashInfer's microseconds, relative error, and fraction of the bandwidth."""
     return {
         "kernel": kernel,
         "batch": batch,

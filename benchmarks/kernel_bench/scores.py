@@ -1,4 +1,4 @@
-"""Scores of past keys by a patched prompt, as building an episode takes them: records, a block, the prompt."""
+"""Scores past keys with a patched prompt, as the building of an episode does: records, a block, the prompt."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from sglang_kvq.attention.triton_ops import TritonOps
 from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.kernels.extend.key_scores import ScoreLaunch
 
-#: Stored prefix, tokens of the block, and of the prompt.
+#: Stored prefix, tokens of the block, tokens of the prompt.
 SCORES = [(4096, 2048, 1024), (4096, 2048, 256), (0, 2048, 1024), (6144, 0, 1024), (16384, 4096, 1024)]
-#: Ways to launch that --sweep-scores compares: owned, read, warps, stages.
+#: Launches that --sweep-scores compares: owned, read, warps, stages.
 LAUNCHES = [(128, 64, 8, 3), (128, 64, 4, 3), (128, 128, 8, 2), (128, 128, 8, 3), (64, 64, 4, 3), (64, 128, 4, 3)]
 
 
 class ScoreShape:
-    """One request's chunk, with everything of it that is scored, and what is right for its first and last head."""
+    """One request's chunk, all keys that it scores, and exact scores for its first and last head."""
 
     def __init__(self, prefix: int, block: int, prompt: int) -> None:
         self.past, self.prompt, new = prefix + block, prompt, block + prompt
@@ -47,7 +47,7 @@ class ScoreShape:
             self.want[head] = torch.stack(shares).amax(0)
 
     def measure(self, timer: Timer) -> tuple[float, float]:
-        """Microseconds and relative error."""
+        """Returns microseconds and the relative error."""
         run = lambda: self.ops.score_keys(0, self.q, self.k, self.batch, self.part, D**-0.5)  # noqa: E731
         self.scores.values.zero_()
         run()
@@ -59,7 +59,7 @@ class ScoreShape:
 
 
 def score_rows(timer: Timer) -> Iterator[dict]:
-    """Beside what FlashInfer takes for the attention of the same chunk over BF16."""
+    """Yields rows, with FlashInfer's time for the attention of the same chunk over BF16."""
     for prefix, block, prompt in SCORES:
         shape = ScoreShape(prefix, block, prompt)
         us, error = shape.measure(timer)
@@ -70,7 +70,7 @@ def score_rows(timer: Timer) -> Iterator[dict]:
 
 
 def sweep_scores(timer: Timer) -> None:
-    """Print microseconds by launch."""
+    """Prints microseconds by launch."""
     print(f"{'owned, read, warps, stages':>28}" + "".join(f"{','.join(map(str, x)):>16}" for x in LAUNCHES))
     chosen = paged_scores.score_launch
     try:

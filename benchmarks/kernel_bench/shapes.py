@@ -1,4 +1,4 @@
-"""Inputs of decode steps and extends, at Qwen3-8B's geometry unless told otherwise, and what is right for them."""
+"""Inputs of decode steps and extends, at Qwen3-8B's geometry by default, and their exact results."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ Q_HEADS, KV_HEADS, D = 32, 8, 128
 SINK, RECENT = 64, 256
 FORMAT = PageFormat(D, D, 0.96, 0.92)
 BOUND = 5e-3
-#: The kernel for short extends, whatever the batch.
+#: Settings that use the kernel for short extends, whatever the batch.
 ANY_EXTEND = ShortExtends(costs=None, most_rows_unpacked=1 << 20, least_prefix=0)
 
 
 def make_pool(
     lengths: list[int], format: RecordFormat = FORMAT, kv_heads: int = KV_HEADS, shared_layers: int = 0
 ) -> PagePool:
-    """A request per length on shuffled pages, with random records, sinks and windows; rows from 1.
+    """Returns a pool with a request per length on shuffled pages, with random content; rows count from 1.
 
-    shared_layers: so many layers whose records and BF16 pages share one memory; 0: one layer, each in its own. Only the
-        first layer has records.
+    shared_layers: number of layers whose records and BF16 pages share one memory, of which only the first has records;
+        0: one layer, with separate memories.
     """
     counts = [-(-length // PAGE_SIZE) for length in lengths]
     ends = [max(SINK, (length - RECENT) // PAGE_SIZE * PAGE_SIZE) for length in lengths]
@@ -55,7 +55,7 @@ def make_pool(
     sizes = {"pages": count, "slots": first_slot - 1 + slots, "arena": arena}
     pool = PagePool.allocate([format] * (shared_layers or 1), kv_heads=kv_heads, req_to_token=table, **sizes)
     pool.places.copy_(torch.arange(count + 1))
-    pool.bf16_pages.normal_()  # before the records, which may share its memory
+    pool.bf16_pages.normal_()  # before the records, which may share this memory
     some = torch.randn(2, 64, kv_heads, PAGE_SIZE, format.head_dim, device="cuda").bfloat16()
     records = format.quantize_pages(*some)
     pool.records[0][1:] = records[torch.randint(len(records), (count,), device="cuda")]
@@ -66,7 +66,7 @@ def make_pool(
 
 
 def checked(name: str, got: torch.Tensor, want: torch.Tensor) -> float:
-    """Relative error; ends the run beyond the bound."""
+    """Returns the relative error; ends the run if it exceeds the bound."""
     error = ((got.double() - want.double()).norm() / want.double().norm()).item()
     if not error <= BOUND:
         raise SystemExit(
@@ -76,7 +76,7 @@ def checked(name: str, got: torch.Tensor, want: torch.Tensor) -> float:
 
 
 class DecodeShape:
-    """Inputs of one batch, and what is right for its first and last request."""
+    """Inputs of one batch, and exact results for its first and last request."""
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class DecodeShape:
         self.size = kv_heads * (coded * format.record_bytes // PAGE_SIZE + (sum(lengths) - coded) * 4 * d)
 
     def measure(self, timer: Timer, launch: DecodeLaunch | None = None) -> tuple[float, float]:
-        """Microseconds and relative error."""
+        """Returns microseconds and the relative error."""
         ops = TritonOps(self.pool, LayerRotations(), self.q.shape[1], len(self.lengths), launch=launch)
         ops.plan_attention(self.rows, self.lens)
         run = lambda: ops.decode(0, self.q, self.rows, self.lens, self.scale)  # noqa: E731
@@ -108,13 +108,13 @@ class DecodeShape:
         return timer(run), error
 
     def _exact(self, i: int) -> torch.Tensor:
-        """float64 attention of request i."""
+        """Computes the attention of request i, float64."""
         mine = slice(i, i + 1)
         return oracle.decode(self.pool, 0, self.q[mine], self.rows[mine], self.lens[mine], self.scale)[0]
 
 
 class ShortShape:
-    """Inputs of a batch of short extends, and what is right for its first and last request."""
+    """Inputs of a batch of short extends, and exact results for its first and last request."""
 
     def __init__(self, batch: int, new: int, prefix: int, format: RecordFormat = FORMAT) -> None:
         self.name, self.requests, self.new, self.prefix = f"{batch} x {new} after {prefix}", batch, new, prefix
@@ -135,7 +135,7 @@ class ShortShape:
     def measure(
         self, timer: Timer, short: ShortExtends | None, prefill: RaggedPrefill | None = None
     ) -> tuple[float, float]:
-        """Microseconds and relative error."""
+        """Returns microseconds and the relative error."""
         ops = TritonOps(self.pool, LayerRotations(), Q_HEADS, 1, prefill=prefill, short=short)
         run = lambda: ops.extend(0, self.q, self.k, self.v, self.batch, self.scale)  # noqa: E731
         got = run()
@@ -143,7 +143,7 @@ class ShortShape:
         return timer(run), error
 
     def plan_us(self) -> float:
-        """Microseconds of the host, once per batch."""
+        """Returns the host's microseconds, spent once per batch."""
         start = time.perf_counter()
         for _ in range(20):
             plan_short(self.batch, ANY_EXTEND, Geometry(Q_HEADS, KV_HEADS, D, 132), self.q.device)

@@ -1,4 +1,4 @@
-"""Microseconds of what a CUDA graph replays."""
+"""Times CUDA-graph replays in microseconds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ WARM_UP = 0.1  # seconds
 
 
 class Timer:
-    """Median time of CUDA-graph replays, L2 flushed before each, by reading a large buffer or by writing it."""
+    """Median time of CUDA-graph replays; before each, L2 is flushed by reading a large buffer or by writing it."""
 
     def __init__(self, repeats: int, writes: bool = False) -> None:
         self.repeats, self.writes = repeats, writes
@@ -21,7 +21,7 @@ class Timer:
         self.buffer.zero_() if self.writes else self.buffer.sum()
 
     def __call__(self, run: Callable[[], object]) -> float:
-        """Microseconds of ``run``."""
+        """Returns the microseconds of ``run``."""
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -32,7 +32,7 @@ class Timer:
         with torch.cuda.graph(graph):
             run()
         begin = time.monotonic()
-        while time.monotonic() < begin + WARM_UP:  # what came before, or the compiler's pause, changed the clocks
+        while time.monotonic() < begin + WARM_UP:  # earlier work, or the compiler's pause, has changed the clocks
             graph.replay()
             torch.cuda.synchronize()
         spans = []
@@ -48,9 +48,9 @@ class Timer:
 
 
 def copy_bandwidth(timer: Timer) -> float:
-    """Bytes per microsecond of a large elementwise kernel, reads and writes counted.
+    """Returns the bytes per microsecond, read and written, of a large elementwise kernel.
 
-    Not ``copy_``: inside a CUDA graph that is a memcpy node, which reaches two thirds of what kernels do.
+    ``copy_`` is not used: in a CUDA graph it is a memcpy node, which reaches two thirds of a kernel's bandwidth.
     """
     a = torch.ones(1 << 29, dtype=torch.float32, device="cuda")
     b = torch.empty_like(a)

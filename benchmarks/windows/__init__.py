@@ -1,1 +1,1 @@
-"""Sweep of the windows that stay in BF16: ``python -m benchmarks.windows``."""
+"""Sweeps the windows that stay in BF16: ``python -m benchmarks.windows``."""

@@ -7,16 +7,16 @@
     python -m benchmarks.windows --table --out FILE
     python -m benchmarks.windows --page
 
-Bytes, divergence and copies need no server: transformers runs the model with a fake-quantized history, in float32 on a
+Bytes, divergence and copies need no server. transformers runs the model with a fake-quantized history, in float32 on a
 CPU, or on a GPU with products in TF32 (exact for stored keys and values, which are BF16). Only the last ``--measured``
-tokens of each context count, so that the largest window leaves most of their history quantized. Other tasks run on
-servers by ``kvq eval``, one for each window, in ``--eval FOLDER``; what follows ``--`` goes to it.
+tokens of each context count, so that even the largest window leaves most of their history quantized. For other tasks,
+``kvq eval`` starts a server for each window in ``--eval FOLDER``; arguments after ``--`` go to it.
 
-The same command goes on where it was stopped, or where ``--minutes`` ended. A row is one method and window, or
+The same command continues where it was stopped, or where ``--minutes`` ended. A row is one method and window, or
 ``bf16``:
 
 kl, top1              nats per token from BF16, and share of tokens whose likeliest successor is BF16's
-copies_4k             share of keys all of whose tokens are likeliest behind the right ones (``copies``)
+copies_4k             share of keys all of whose tokens are likeliest after the right ones (``copies``)
 copies_4k_nats        negative log-likelihood of a key's token
 bytes_4k, …_share     of one request of that many tokens, its BF16 pages included; relative to plain BF16
 TASK, TASK_CONTEXT    scores of ``kvq eval``
@@ -54,7 +54,7 @@ OWN = {"kl", "copies"}
 
 
 def add_scores(rows: dict[str, Row], cases: Sequence[Case], report: dict[str, Any]) -> list[str]:
-    """Adds scores of a report of ``kvq eval``; returns the names of the rows that have any."""
+    """Adds the scores of a report of ``kvq eval``; returns the names of the rows that got any."""
     by = {case.spec: case.name for case in cases}
     changed = []
     for found in rows_of(report):
@@ -70,7 +70,7 @@ def evaluate(model: str, cases: Sequence[Case], tasks: str, folder: Path, more: 
     """Runs ``kvq eval`` and returns its report.
 
     Raises:
-        KVQuantError: it wrote none.
+        KVQuantError: it wrote no report, or the folder has several.
     """
     methods = ",".join(["none", *(case.spec for case in cases)])
     words = [sys.executable, "-m", "sglang_kvq.cli", "eval", "--model", model, "--methods", methods]
@@ -83,7 +83,7 @@ def evaluate(model: str, cases: Sequence[Case], tasks: str, folder: Path, more: 
 
 
 def contexts_of(tokenizer: Any, model: Any, texts: Sequence[Path], skip: float, count: int, length: int) -> list[Any]:
-    """Contexts evenly spaced over each text, the texts in turns, int64 ``[length]`` each.
+    """Returns contexts evenly spaced over each text, alternating between texts, int64 ``[length]`` each.
 
     Raises:
         KVQuantError: a text is too short.
@@ -197,7 +197,7 @@ def sweep(args: argparse.Namespace, tasks: Sequence[str], more: Sequence[str]) -
     def save() -> None:
         for name in names:
             for field in record.SOURCE:
-                rows[name].pop(field, None)  # a row measured again has a new source
+                rows[name].pop(field, None)  # a row measured again gets a new source
         record.merge(args.out, NAME, [rows[name] for name in names], key="case", model=Path(args.model).name)
 
     if json.dumps(rows) != before:

@@ -19,7 +19,7 @@ from sglang_kvq.rotations.resolve import resolve_rotations
 
 SINKS, RECENTS = (0, 64, 128), (64, 256, 512, 1024, 2048)
 METHODS = ("oscar", "transform:2.5")
-#: Name of the row of the unquantized model, which only has copies.
+#: Name of the unquantized model's row, which only has copies.
 BF16 = "bf16"
 Row = dict[str, Any]
 
@@ -38,7 +38,7 @@ class Case:
 
     @property
     def spec(self) -> str:
-        """The method of ``kvq eval``."""
+        """The method as ``kvq eval`` names it."""
         return f"{self.method} --kv-quant-sink {self.sink} --kv-quant-recent {self.recent}"
 
 
@@ -47,7 +47,7 @@ def cases_of(methods: Iterable[str], sinks: Sequence[int], recents: Sequence[int
 
 
 def bytes_of(case: Case, geometry: KVGeometry) -> Row:
-    """Bytes of one request at each of ``CONTEXTS``: its pages, and the BF16 pages that it holds at most."""
+    """Returns the bytes of one request at each of ``CONTEXTS``: its pages, and the most BF16 pages that it holds."""
     name, _, bits = case.method.partition(":")
     config = KVQuantConfig(name, bits=bits or None, sink_tokens=case.sink, recent_tokens=case.recent)
     row: Row = {"bits": round(geometry.record_bits_per_element, 3)}
@@ -60,10 +60,10 @@ def bytes_of(case: Case, geometry: KVGeometry) -> Row:
 
 
 def candidates(methods: Iterable[str], model: Any, path: str, folders: Sequence[Path]) -> dict[str, Candidate]:
-    """Methods with the rotations of a folder that suits them, else with the model's own of the RotationZoo.
+    """Returns methods with rotations from a folder that suits them, else the model's own from the RotationZoo.
 
     Raises:
-        KVQuantError: there are none.
+        KVQuantError: there are no such rotations.
     """
     geometry, numbers = geometry_of(model.config)._asdict(), layer_numbers(model.config)
     loaded = [load_rotations(folder, **geometry, numbers=numbers) for folder in folders]

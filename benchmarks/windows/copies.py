@@ -1,10 +1,10 @@
 """Prompts in which keys must be copied, judged without generating: a JSON object of random keys, then questions.
 
-The text is that of ``exact_keys`` (``sglang_kvq.evaluation.tasks.haystacks``). Behind it stand ``QUESTIONS`` questions,
-each followed by its right answer. A value is copied if each of its tokens is the likeliest one behind the right tokens
-before it: this is what greedy decoding writes. One pass over a prompt judges all of its questions.
+The text is that of ``exact_keys`` (``sglang_kvq.evaluation.tasks.haystacks``). ``QUESTIONS`` questions follow it, each
+with its right answer. A value is copied if each of its tokens is the likeliest one after the right tokens before it, as
+greedy decoding would write it. One pass over a prompt judges all of its questions.
 
-The pairs that are asked for lie behind the largest sink and before the largest window of the sweep, so that every case
+The pairs that are asked for lie after the largest sink and before the largest window of the sweep, so that every case
 reads them from records. A window therefore never helps by holding the answer itself.
 """
 
@@ -23,7 +23,7 @@ from sglang_kvq.errors import KVQuantError
 from sglang_kvq.evaluation.tasks.haystacks import exact_keys
 
 QUESTIONS = 4
-#: Number of lines from which the tokens of a line are estimated.
+#: Number of lines from which the tokens per line are estimated.
 SAMPLE = 20
 BEGINNING = "JSON data:\n"
 Encode = Callable[[str], list[int]]
@@ -43,12 +43,12 @@ class Prompt:
 
     @property
     def first(self) -> int:
-        """Position whose successor is the first token of the first answer."""
+        """Position of the token before the first answer."""
         return self.values[0][0] - 1
 
 
 def draw(encode: Encode, begin: Sequence[int], number: int, *, length: int, sink: int, recent: int) -> Prompt:
-    """Generates a prompt of at most ``length`` tokens, by about a pair less.
+    """Generates a prompt of at most ``length`` tokens, at most about one pair shorter.
 
     Args:
         encode: tokenizes without special tokens.
@@ -76,7 +76,7 @@ def _of_size(encode: Encode, begin: Sequence[int], seed: str, size: int, sink: i
     ids = [*begin, *encode(text)]
 
     def end(number: int) -> int:
-        """Returns the position behind a pair, or where the first begins."""
+        """Returns the position after a pair; for -1, the position where the first pair begins."""
         shown = text[: text.index(pairs[number][1]) + len(pairs[number][1])] if number >= 0 else ""
         return len(begin) + len(encode(shown))
 
@@ -99,10 +99,10 @@ def _of_size(encode: Encode, begin: Sequence[int], seed: str, size: int, sink: i
 
 
 def judge(prompt: Prompt, logp: torch.Tensor) -> list[float]:
-    """Returns values copied, values, nats and tokens of all values.
+    """Returns the counts of copied values and of values, then nats and tokens of all values.
 
     Args:
-        logp: ``[T - prompt.first, vocab]``, log-probabilities of what follows each token from ``prompt.first`` on.
+        logp: ``[T - prompt.first, vocab]``, log-probabilities after each token from ``prompt.first`` on.
     """
     copied, nats, tokens = 0, 0.0, 0
     for start, end in prompt.values:

@@ -1,4 +1,4 @@
-"""Divergence and copies of every window by one pass each, with several windows of a method in one batch."""
+"""Measures divergence and copies of every window in one pass each, with several windows of a method in one batch."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ class Unit:
     """The input of one pass.
 
     Attributes:
-        field: a list of each row, to which a pass adds one entry.
-        number: the entry's place in it.
+        field: name of a list in each row; a pass adds one entry to it.
+        number: the entry's place in the list.
         ids: int64 ``[T]``.
-        first: log-probabilities of what follows are wanted from this position on.
+        first: position from which on log-probabilities of the next token are wanted.
         judge: turns a case's and BF16's log-probabilities ``[T - first, vocab]`` into an entry.
-        of_bf16: whether BF16 has an entry too.
+        of_bf16: whether BF16 gets an entry too.
     """
 
     field: str
@@ -47,7 +47,7 @@ class Unit:
 
 
 def kl_units(contexts: Iterable[torch.Tensor], measured: int) -> list[Unit]:
-    """Divergence of the last ``measured`` tokens of each context."""
+    """Returns units that measure the divergence of the last ``measured`` tokens of each context."""
 
     def judge(logp: torch.Tensor, reference: torch.Tensor) -> list[float]:
         found = compare(logp, reference)
@@ -57,7 +57,7 @@ def kl_units(contexts: Iterable[torch.Tensor], measured: int) -> list[Unit]:
 
 
 def copy_units(prompts: Iterable[copies.Prompt], field: str) -> list[Unit]:
-    """Copies of each prompt."""
+    """Returns units that measure the copies of each prompt."""
 
     def judged(prompt: copies.Prompt) -> Callable[[torch.Tensor, torch.Tensor], list[float]]:
         return lambda logp, reference: copies.judge(prompt, logp)
@@ -69,16 +69,16 @@ def copy_units(prompts: Iterable[copies.Prompt], field: str) -> list[Unit]:
 
 
 def in_turns(*lists: Sequence[Unit]) -> list[Unit]:
-    """One unit of each list after another, so that a stopped run has about equally many of all."""
+    """Returns the units of all lists alternately, so that a stopped run has about equally many of each list."""
     return [unit for unit in chain.from_iterable(zip_longest(*lists)) if unit is not None]
 
 
 @dataclass(frozen=True)
 class BatchedWindows:
-    """A hook of ``attention_hook(batched=True)``: sequence b attends as ``FakeQuantAttention`` with its own window.
+    """A hook of ``attention_hook(batched=True)``: ``FakeQuantAttention`` with a window for each sequence.
 
-    The batch's keys and values go through their records together: the arithmetic of ``transform`` is a thousand small
-    operations, which a GPU runs for many sequences in the time of one.
+    The batch's keys and values pass through their records together. The arithmetic of ``transform`` consists of a
+    thousand small operations, which a GPU runs for many sequences in the time of one.
     """
 
     formats: Sequence[RecordFormat]
@@ -107,7 +107,7 @@ def batched_log_probs(model: Any, ids: torch.Tensor, hook: BatchedWindows, first
         ids = ids.to(model.device)
         batch = ids.expand(len(hook.windows), -1)
         out = model(batch, position_ids=positions(ids, 0), use_cache=False, logits_to_keep=len(ids) - first)
-    for logits in out.logits[:, first - len(ids) :]:  # one after another: a vocabulary of 150,000 takes much memory
+    for logits in out.logits[:, first - len(ids) :]:  # one by one: a vocabulary of 150,000 takes much memory
         yield logits.float().log_softmax(-1)
 
 
@@ -123,10 +123,10 @@ def measure(
     batch: int = 5,
     deadline: float = float("inf"),
 ) -> bool:
-    """Adds to rows what they lack, unit by unit and some windows at a time; False if the deadline ended it.
+    """Adds missing results to rows, unit by unit and ``batch`` windows at a time; False if the deadline ended it.
 
     Args:
-        rows: by the cases' names, and ``BF16``; lists of ``Unit.field`` have what earlier runs measured.
+        rows: by the cases' names, and ``BF16``; the lists named ``Unit.field`` hold results of earlier runs.
         batch: windows of a method that are read together.
         save: called when rows changed.
     """
@@ -158,14 +158,14 @@ def measure(
 
 
 def groups(cases: Sequence[Case], batch: int) -> Iterator[list[Case]]:
-    """Cuts cases into groups of one method each."""
+    """Divides cases into groups of one method each."""
     for _, found in groupby(cases, key=lambda case: case.method):
         mine = list(found)
         yield from (mine[at : at + batch] for at in range(0, len(mine), batch))
 
 
 def summarize(rows: dict[str, Row], cases: Sequence[Case]) -> None:
-    """Writes means and standard errors into rows, over those contexts and prompts that all cases have.
+    """Writes means and standard errors into rows, over the contexts and prompts that all cases have.
 
     A stopped run thus compares windows on the same text.
     """

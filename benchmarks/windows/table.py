@@ -1,4 +1,4 @@
-"""Tables of a sweep, and the page of all models."""
+"""Writes the tables of a sweep, and the page of all models."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sglang_kvq.evaluation.tasks.base import short
 from sglang_kvq.evaluation.tasks.statistics import paired_difference
 
 RESULTS, PAGE = ROOT / "benchmarks" / "results", ROOT / "docs" / "results" / "windows.md"
-#: The window of a server without flags, which others are compared with.
+#: The window of a server without flags; others are compared with it.
 DEFAULT = (64, 256)
 HEAD = """\
 # Windows
@@ -36,7 +36,7 @@ Needles and programs were not measured by window.
 
 
 def table(rows: Sequence[Row]) -> str:
-    """A Markdown table of each method: windows in rows."""
+    """Returns a Markdown table for each method, with windows in rows."""
     parts = []
     bf16 = next((row for row in rows if row["case"] == BF16), None)
     rows = [row for row in rows if row["case"] != BF16]
@@ -68,7 +68,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def head(column: str) -> str:
-    """The title of a score's column."""
+    """Returns the title of a score's column."""
     return f"{column.removesuffix('_nats')}, nats" if column.endswith("_nats") else f"{column}, %"
 
 
@@ -84,7 +84,7 @@ def with_error(row: Row, name: str, factor: float, form: str) -> str:
 
 
 def less_default(row: Row, default: Row | None) -> str:
-    """KL minus the default window's, paired by context."""
+    """Returns KL minus the default window's, paired by context."""
     if default is None or row is default or "kl" not in row or "kl" not in default:
         return ""
     count = row[f"{KL}_used"]
@@ -94,7 +94,7 @@ def less_default(row: Row, default: Row | None) -> str:
 
 
 def page(files: Sequence[Path]) -> str:
-    """The page of all models, one section for each file."""
+    """Returns the page of all models, with one section for each file."""
     parts = [HEAD]
     for file in files:
         found = json.loads(file.read_text())
@@ -117,7 +117,7 @@ def write_page() -> Path:
     """Writes the page from all results.
 
     Raises:
-        SystemExit: there are none.
+        SystemExit: there are no results.
     """
     files = sorted(RESULTS.glob("windows_*.json"))
     if not files:

@@ -1,4 +1,4 @@
-"""The definition of scores, against the oracle of benchmarks/research/episodes and written out query by query."""
+"""Scores agree with the oracle of benchmarks/research/episodes, and with loops over single queries."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_blocks_change_nothing(products):
 
 
 def test_scores_of_any_size_are_probabilities():
-    """Products of thousands: the best key of each query has nearly all, and none is NaN."""
+    """With products in the thousands, the best key of each query has nearly all probability, and none is NaN."""
     q, k = drawn(4, 50, 1, 1, 64)
     got = key_scores(q * 1e4, k, 1.0)
     assert got.max() == 1 and got.min() >= 0 and int((got == 1).sum()) <= 4

@@ -1,4 +1,4 @@
-"""Which tokens of a batch score which, and when a request's scores are complete."""
+"""Each batch scores the right keys with the right tokens, and it is known when a request's scores are complete."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ def parts_of(wanted: dict[int, KeyScores], prefix: list[int], new: list[int]) ->
 
 
 def test_a_request_in_one_chunk():
-    """Past of 100: 64 stored, 36 in the chunk, then 20 queries."""
+    """The block has 100 tokens: 64 are stored, 36 are in the chunk, and 20 queries follow."""
     scores = KeyScores(2, 3, 100, "cpu")
     assert parts_of({0: scores}, [64], [56]) == [(0, 64, (0, 36), (36, 56))]
     assert scores.result(120).shape == (2, 3, 100)
 
 
 def test_a_request_in_many_chunks():
-    """The block, its end with the prompt's beginning, the prompt in two more."""
+    """Chunks: most of the block, its end with the prompt's beginning, and the rest of the prompt in two parts."""
     scores = KeyScores(1, 1, 100, "cpu")
     seen = [parts_of({0: scores}, [prefix], [new]) for prefix, new in ((0, 70), (70, 40), (110, 1), (111, 9))]
     assert seen == [[], [(0, 70, (0, 30), (30, 40))], [(0, 100, (0, 0), (0, 1))], [(0, 100, (0, 0), (0, 9))]]
@@ -52,7 +52,7 @@ def test_after_a_retraction_the_prompt_scores_again():
 
 
 def test_queries_that_were_not_computed_are_missed():
-    """The prompt's first 28 tokens came from the prefix cache."""
+    """The prompt's first 28 tokens came from the prefix cache, so their queries were not computed."""
     scores = KeyScores(1, 1, 100, "cpu")
     parts_of({0: scores}, [128], [12])
     with pytest.raises(KVQuantError, match="tokens 100 to 140: the query of token 100 was not computed; run"):

@@ -1,4 +1,4 @@
-"""Which tokens are kept: the oracle's, with ties by position."""
+"""The tokens that are kept equal the oracle's choice, with ties broken by position."""
 
 from __future__ import annotations
 

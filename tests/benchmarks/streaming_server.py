@@ -1,8 +1,8 @@
-"""A stand-in for a server that SGLang's benchmark can measure: streams of words, at a steady pace.
+"""A stand-in for a server that SGLang's benchmark can measure: it streams words at a steady pace.
 
     python streaming_server.py PORT SECONDS_PER_TOKEN
 
-It has the routes that the benchmark asks for. A request is ended early by ``/abort_request``, as SGLang does.
+It has the routes that the benchmark calls. ``/abort_request`` ends a request early, as in SGLang.
 """
 
 from __future__ import annotations

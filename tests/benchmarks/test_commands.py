@@ -1,4 +1,4 @@
-"""``benchmarks/commands.py`` on a tiny model, with a doctor that is not run."""
+"""``benchmarks/commands.py`` runs on a tiny model; ``kvq doctor`` is replaced."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_rows_have_the_times_of_commands_and_phases(tmp_path: Path, monkeypatch:
     run = commands.timed
 
     def timed(name: str, words: list, env: dict) -> tuple[dict, dict]:
-        if words[0] == "doctor":  # runs every kernel in the interpreter: tests/sglang has it
+        if words[0] == "doctor":  # runs every kernel in the interpreter; tests/sglang covers it
             return {"checks": [{"check": "kernels", "passed": True, "found": "all"}]}, {"case": name, "seconds": 1.0}
         return run(name, [*words, "--context", 512, "--held-out-length", 512], env)
 

@@ -1,4 +1,4 @@
-"""The benchmark of two servers: every request goes to both, and its bytes are counted."""
+"""The benchmark of two servers sends every request to both and counts its bytes."""
 
 from __future__ import annotations
 

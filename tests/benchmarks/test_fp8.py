@@ -1,4 +1,4 @@
-"""Other kernels over FP8: what is said of those that are unavailable, wrong or the fastest, and of an ideal one."""
+"""Other kernels over FP8: the report on unavailable, wrong and fastest kernels, and on an ideal one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def scene() -> Scene:
 
 
 def dense(scene: Scene) -> torch.Tensor:
-    """Attention by PyTorch's own function, over each request's tokens in order."""
+    """Computes attention with PyTorch's own function, over each request's tokens in order."""
     out = []
     for row, length in enumerate(scene.lengths):
         places = [int(scene.table[row, n // PAGE]) * PAGE + n % PAGE for n in range(length)]

@@ -1,4 +1,4 @@
-"""The benchmark of HiCache: where pages were, what files hold, and rows that are kept; servers are functions here."""
+"""The benchmark of HiCache: where pages were, what files hold, and which rows are kept; functions replace servers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PROMPT = list(range(LENGTH + hicache.TURN))
 
 
 class FakeServer:
-    """Answers from ``places`` in turn; log-probabilities differ by what the place adds to them."""
+    """A server that takes cache places from ``places`` in order; ``shift`` changes log-probabilities by place."""
 
     def __init__(self, *places: tuple[str, int], shift: dict[str, float] | None = None) -> None:
         self.places, self.shift, self.asked = list(places), shift or {}, []
@@ -51,7 +51,7 @@ def test_answers_are_compared_with_pages_that_stayed():
 
 
 def test_prompts_that_take_room_are_new_each_time():
-    """Pages from files have no BF16 copies, so a prompt that was asked before takes none from others."""
+    """Prompts that evict others are new each time, because pages from files would take no BF16 copies."""
     asked = asking(*[(place, LENGTH) for place in ("device", "device", "host", "storage")] * 2)
     for turn in range(2):
         asked.row(PROMPT, turn)

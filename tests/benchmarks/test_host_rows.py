@@ -1,4 +1,4 @@
-"""The benchmark of copies to host memory runs without a GPU, and reports no speed of a wrong copy."""
+"""The benchmark of copies to host memory runs without a GPU, and reports no speed for a wrong copy."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sglang_kvq.cache.host_pages import HostLayout
 
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch, tmp_path):
-    """The command's words, and where it writes."""
+    """Sets the command's arguments and returns its output path."""
     out = tmp_path / "host_rows.json"
     words = ["--device", "cpu", "--pages", "3", "--layers", "4", "--repeats", "1", "--out", str(out)]
     monkeypatch.setattr(sys, "argv", ["host_rows.py", *words])

@@ -1,4 +1,4 @@
-"""Two servers that look like one: each request goes to both, and what is left goes from both."""
+"""Two servers behave like one: each request goes to both, and an abandoned request ends on both."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from benchmarks.pair_server import PairServer
 
 
 class Half:
-    """A server that notes what it is asked."""
+    """A server that notes its requests."""
 
     command, running = ["--kv-quant", "int4"], True
 
@@ -74,7 +74,7 @@ def test_who_leaves_a_stream_leaves_both(pair):
 
 
 def test_who_leaves_a_server_that_says_nothing_does_not_wait_for_it(pair):
-    """A prefill server whose other half was given up says nothing until it sees that its client is gone."""
+    """A prefill server whose decode server was given up sends nothing until it notices that its client is gone."""
     gone = threading.Event()
     with socket.create_server(("127.0.0.1", 0)) as listening:
 
@@ -98,7 +98,7 @@ def test_who_leaves_a_server_that_says_nothing_does_not_wait_for_it(pair):
         begin = time.monotonic()
         with pair.stream("/generate", {"input_ids": [1]}):
             assert opened.wait(10)
-            time.sleep(0.2)  # its reader waits for a line
+            time.sleep(0.2)  # now its reader waits for a line
         assert time.monotonic() - begin < 10 and gone.wait(10)
 
 

@@ -1,4 +1,4 @@
-"""QJL's claims: inner products without bias, and a variance within the paper's bound."""
+"""QJL's claims hold: inner products without bias, and a variance within the paper's bound."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ DRAWS = 400
 
 
 def scene(d: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys, and queries that lean towards them, so that what a quantizer shrinks is seen in the mean."""
+    """Returns queries and keys; queries lean towards their keys, so that shrinking by a quantizer shows in the mean."""
     g = torch.Generator().manual_seed(seed)
     k = torch.randn(24, d, generator=g).bfloat16()
     return (0.5 * k[:8].float() + torch.randn(8, d, generator=g)), k
 
 
 def errors(d: int, bits: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Errors ``[DRAWS, 8, 24]`` over draws of S, the bound of their variance, and the exact products."""
+    """Returns errors ``[DRAWS, 8, 24]`` over draws of S, the bound of their variance, and the exact products."""
     q, k = scene(d)
     code, exact = CodeFormat(bits, "sphere", "norm"), q @ k.float().T
     estimates = []
@@ -46,7 +46,7 @@ def test_inner_products_are_unbiased(d, bits):
 
 
 def test_the_plain_code_is_biased_where_the_sketch_is_not():
-    """The code of least squared error shrinks keys, and with them the products of queries that look for them."""
+    """The code of least squared error shrinks keys, and thus their products with queries that point to them."""
     q, k = scene(128)
     code = CodeFormat(2, "sphere", "norm")
     values = dequantize_rows(*quantize_rows(k, 128, 0, code), code)

@@ -1,4 +1,4 @@
-"""The command that a result names is one that runs."""
+"""The command that a result names can be run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_command(file: str, words: list[str], monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_command_of_a_module_that_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """``python -m`` of a file that would not run by its path, for it imports from the root."""
+    """A module that imports from the root is recorded as ``python -m``, because its path alone would not run."""
     from importlib.machinery import ModuleSpec
 
     file = str(record.ROOT / "benchmarks/research/episodes/recall.py")

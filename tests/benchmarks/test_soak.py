@@ -1,4 +1,4 @@
-"""The soak's own bookkeeping, with a server that is a function: what it must notice, it notices."""
+"""The soak notices every fault that it should; functions replace the server."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ SCALE = replace(soak.CPU, pause=0.4, calibration=12, clients=4, wait=0.01, longe
 
 
 class FakeServer:
-    """Log-probabilities are a function of the tokens before them: alike on two servers, unless one is made wrong."""
+    """A server whose log-probabilities depend only on earlier tokens, so that two agree unless one is wrong."""
 
     def __init__(self, wrong_every: int = 0, held: tuple[str, ...] = ()) -> None:
         self.wrong_every, self.held, self.count, self.lock = wrong_every, list(held), 0, threading.Lock()
         self.running, self.sessions = True, {}
-        self.places: dict[str, int] | None = None  #: where prompts were cached
+        self.places: dict[str, int] | None = None  #: tokens per place where prompts were cached
 
     def start(self, timeout: float) -> None: ...
 
@@ -132,7 +132,7 @@ def test_a_sound_server_passes(run, second):
 
 
 def test_pages_must_come_from_the_host_if_they_may(run):
-    """Else nothing was shown of HiCache."""
+    """A soak of HiCache fails if no pages come from the host, because it has then shown nothing about HiCache."""
     for place, passes in (("device", False), ("storage", True)):
         server = FakeServer()
         server.places = {"device": 5, place: 64}
@@ -157,7 +157,7 @@ def test_what_is_held_when_drained_is_counted(run):
 
 
 class Reader(FakeServer):
-    """A prompt read before in pieces is read less exactly; a piece counts only if others came after it."""
+    """A server that is less exact for a prompt it has read in pieces; a piece counts only if others came after it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -177,7 +177,7 @@ class Reader(FakeServer):
 
 @pytest.mark.parametrize(("pieces", "wrong"), [(3, 0), (5, 1)])
 def test_a_conversation_is_read_turn_by_turn(pieces, wrong):
-    """Its third turn was computed from pages that had been computed from pages, all without BF16 copies."""
+    """The third turn was computed from pages that were themselves computed from pages, all without BF16 copies."""
     prompt = [5] * 640
     said = [FakeServer.logprob(prompt + [7] * n, 7, 0.3 * pieces) for n in range(3)]
     checker = soak.Checker(Reader(), SCALE, False)

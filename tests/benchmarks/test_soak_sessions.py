@@ -1,4 +1,4 @@
-"""The bookkeeping of the soak of sessions, with functions for a server and a model; its reference, with a tiny one."""
+"""The soak of sessions: its bookkeeping, with functions for server and model; its reference, with a tiny model."""
 
 from __future__ import annotations
 
@@ -25,28 +25,28 @@ SCALE = replace(soak.CPU, clients=3, wait=0.01, calibration=6, compared=40)
 
 
 def value(read: int, step: int, token: int, part: str = "") -> float:
-    """A number of [0, 1) that follows from what was read."""
+    """Returns a number in [0, 1) that depends on the tokens read."""
     return zlib.crc32(f"{read} {step} {token} {part}".encode()) / 2**32
 
 
 def logprob(read: int, step: int, token: int, quantized: float) -> float:
-    """What follows from all that was read, less what quantizing it costs."""
+    """Returns a log-probability that depends on all tokens read, minus the cost of quantizing them."""
     return -5 * value(read, step, token) - 0.2 * quantized * value(read, step, token, "quantized")
 
 
 def read_of(prompt: list[int], history: int, pages: Sequence[int]) -> int:
-    """A number of the tokens that are read."""
+    """Returns a hash of the tokens that are read."""
     return zlib.crc32(
         str([token for page in pages for token in prompt[page * P : (page + 1) * P]] + prompt[history:]).encode()
     )
 
 
 class FakeServer:
-    """Log-probabilities are a function of what is read, some of it quantized.
+    """A server whose log-probabilities are a function of the tokens read, some of them quantized.
 
     Args:
-        wrong_every: so many answers from chosen pages, of which one reads another page.
-        takes_back: whether a stream says something else in the end.
+        wrong_every: one in so many answers from chosen pages reads a wrong page.
+        takes_back: whether a stream's end contradicts what it said before.
     """
 
     def __init__(self, wrong_every: int = 0, takes_back: bool = False) -> None:
@@ -108,7 +108,7 @@ class FakeServer:
 
 
 class FakeReference:
-    """Both ends of what ``FakeServer`` reads."""
+    """A reference that returns both ends of the range in which ``FakeServer`` answers."""
 
     def several(self, answers: Sequence[SessionAnswer]) -> list[Readings]:
         return [self._one(answer) for answer in answers]
@@ -121,12 +121,12 @@ class FakeReference:
         sums = [math.fsum(abs(a - b[2]) for a, b in zip(end, at)) for end in ends]
         exact, quantized = (one / len(at) for one in sums)
         between = math.fsum(abs(a - b) for a, b in zip(*ends)) / len(at)
-        # If all was read, 0.1 at most: half of what quantizing costs, if all ``value`` were 1; mostly about 0.05.
+        # At most 0.1 if all was read: half the cost of quantizing with every ``value`` 1. Usually about 0.05.
         return Readings(exact, quantized, between, [min(exact, quantized)])
 
 
 def soaked(server: FakeServer, fault: bool = False) -> tuple[bool, dict]:
-    with pytest.MonkeyPatch.context() as patch:  # a busy machine answers less in its time
+    with pytest.MonkeyPatch.context() as patch:  # a busy machine answers fewer requests in this time
         patch.setattr(soak, "LONGER", 100.0)
         measured, found, row = soak.serve(server, SCALE, 0.03, 1)
     row |= soak.compared(FakeReference(), measured, found, SCALE.compared, fault)
@@ -154,7 +154,7 @@ def test_exchanged_pages_are_counted():
 
 
 def test_a_stream_that_takes_back_what_it_said_is_an_error():
-    with pytest.raises(ValueError, match="took back"):  # alone, before the traffic
+    with pytest.raises(ValueError, match="took back"):  # the stream alone, before the traffic
         soaked(FakeServer(takes_back=True))
 
 
@@ -195,7 +195,7 @@ def likeliest(scores: torch.Tensor) -> list[dict[int, float]]:
 
 @torch.no_grad()
 def by_mask(model: torch.nn.Module, answer: SessionAnswer) -> list[dict[int, float]]:
-    """The likely tokens of each step, in one pass over everything, with a mask that hides what is not read."""
+    """Returns the likely tokens of each step, in one pass over all tokens with a mask that hides those not read."""
     ids = torch.tensor([answer.prompt + answer.tokens])
     length, history = ids.shape[1], answer.history
     seen = torch.ones(length, length, dtype=torch.bool).tril()
@@ -217,7 +217,7 @@ def test_the_exact_end_is_the_model_with_a_mask(reference, answer, chosen):
 
 @torch.no_grad()
 def read_in_pieces(reference: Reference, answer: SessionAnswer, pieces: Sequence[int]) -> SessionAnswer:
-    """The answer as a server under pressure gives it: all stored pages from records, and BF16's rounding."""
+    """Returns the answer as a server under pressure gives it: all stored pages from records, with BF16's rounding."""
     layers = reference.in_pieces(answer.prompt[: answer.history], pieces)
     at = torch.cat([torch.arange(page * P, (page + 1) * P) for page in answer.pages])
     new = answer.prompt[answer.history :] + answer.tokens
@@ -232,7 +232,7 @@ def read_in_pieces(reference: Reference, answer: SessionAnswer, pieces: Sequence
     "pieces", few([[24 * P], [20 * P + 10, *[6] * 41], [P, 23 * P], [4 * P] * 6], 2), ids=lambda some: str(some[:2])
 )
 def test_pages_that_were_read_are_not_missing_and_others_are(reference, pieces):
-    """However the prompt was computed. The page that was exchanged is the one that is found."""
+    """Pages that were read are not missing, however the prompt was computed; an exchanged page is found."""
     rng = random.Random(4)
     prompt, said = ([rng.randrange(2, VOCABULARY) for _ in range(count)] for count in (24 * P + 20, 20))
     chosen = sorted(rng.sample(range(24), 10))
@@ -267,12 +267,12 @@ def test_a_piece_reads_sinks_and_recent_tokens_exactly_and_the_rest_from_records
     exact, at_once = reference.whole(tokens), reference.in_pieces(tokens, [8 * P])
     for before, after in zip(exact, at_once):
         for x, read in zip(before, after):
-            assert 0.02 < ((read - x).norm() / x.norm()).item() < 0.15  # of 4 bits
+            assert 0.02 < ((read - x).norm() / x.norm()).item() < 0.15  # the error of 4 bits
     window = reference.config.sink_tokens + reference.config.recent_tokens
     assert window == 5 * P
 
     def second(first: int) -> float:
-        """Largest difference that a second piece of one page has from the same page computed at once."""
+        """Returns the largest difference between a page computed as a second piece and computed at once."""
         layers = zip(reference.in_pieces(tokens, [first, P, 7 * P - first]), at_once)
         page = slice(first, first + P)
         return max((a - b)[:, :, page].abs().max().item() for pair in layers for a, b in zip(*pair))

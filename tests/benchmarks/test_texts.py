@@ -1,4 +1,4 @@
-"""Texts of calibration and of measurement."""
+"""Texts that calibration and measurement use."""
 
 from __future__ import annotations
 

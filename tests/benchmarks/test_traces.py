@@ -1,4 +1,4 @@
-"""A decode step's time by kernel, from a profiler's trace."""
+"""A decode step's time is divided by kernel, from a profiler's trace."""
 
 import gzip
 import json
@@ -25,13 +25,13 @@ def test_time_by_kernel_and_between_kernels(tmp_path):
                 event("void ns::gemm<float, int>(a, b)", at, 10),
                 event("void ns::gemm<half, int>(a)", at + 10, 20),
             ]
-            events += [event("_decode", at + 30, 40), event("_merge", at + 60, 20)]  # overlaps the one before
+            events += [event("_decode", at + 30, 40), event("_merge", at + 60, 20)]  # overlaps the event before it
         events += [event("sample(int)", 1000.0 * step + 300, 5), event("cpu_op", 1000.0 * step, 900, "cpu_op")]
     write(tmp_path, events[::-1])
-    found = traces.per_step(traces.read_trace(tmp_path), steps - 1, layers)  # one step more than was asked for
+    found = traces.per_step(traces.read_trace(tmp_path), steps - 1, layers)  # one step more than was requested
     assert found["kernels"] == {"_decode": [120, 3], "gemm": [90, 6], "_merge": [60, 3], "sample": [5, 1]}
     assert found["busy"] == 3 * 80 + 5
-    # Twice 20 us between layers and after them; 695 between steps.
+    # 20 us twice between layers and once after them, and 695 us between steps.
     assert found["idle"] == pytest.approx((steps * 3 * 20 + (steps - 1) * 695) / steps, abs=0.1)
 
 

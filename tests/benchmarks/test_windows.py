@@ -1,4 +1,4 @@
-"""The sweep of windows: bytes, divergence that larger windows lower, copies, a run that goes on, and the page."""
+"""The sweep of windows: bytes, divergence that falls with larger windows, copies, continued runs, and the page."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.conftest import ROOT
 
 @pytest.fixture(scope="module")
 def model():
-    """A tiny random Llama whose heads attend far."""
+    """Returns a tiny random Llama whose heads attend far."""
     import transformers
 
     torch.manual_seed(0)
@@ -38,7 +38,7 @@ def model():
 
 
 def encode(text: str) -> list[int]:
-    """A token for each character."""
+    """Returns one token per character."""
     return list(text.encode())
 
 
@@ -46,7 +46,7 @@ def test_bytes_are_pages_and_bf16_pages() -> None:
     format = PageFormat(128, 128, 0.96, 0.92)
     geometry = KVGeometry(8, (format,) * 36)
     row = bytes_of(Case("oscar", 64, 256), geometry)
-    # 64 pages of records; of them 1 sink, 4 recent and the one being filled in BF16.
+    # 64 pages of records; 1 sink, 4 recent pages and the page being filled are in BF16.
     assert row["bytes_4k"] == 64 * geometry.page_bytes + 6 * geometry.slot_bytes
     assert row["bytes_4k_share"] == pytest.approx(row["bytes_4k"] / (64 * geometry.slot_bytes), abs=1e-4)
     large = bytes_of(Case("oscar", 128, 2048), geometry)
@@ -69,7 +69,7 @@ def test_a_batch_reads_what_each_window_alone_does(model, pages: int) -> None:
     found = list(batched_log_probs(model, ids, hook, 400))
     for logp, (sink, recent) in zip(found, windows, strict=True):
         alone = FakeQuantAttention(candidate.formats, candidate.rotations, sink=sink, recent=recent)
-        # Sums in another order change what is rounded to BF16 in the second layer, here and there.
+        # Another order of sums changes what is rounded to BF16 in the second layer.
         torch.testing.assert_close(logp, log_probs(model, ids, alone, 400), rtol=0, atol=0.02)
     assert all((a - b).abs().max() > 0.5 for a, b in pairwise(found)), "windows differ by far more"
 
@@ -94,7 +94,7 @@ def test_divergence_falls_with_the_window_and_a_stopped_run_goes_on(model) -> No
     alone = FakeQuantAttention(methods["int2"].formats, methods["int2"].rotations, sink=0, recent=64)
     want = divergences(model, contexts, {"it": alone}, first=480)["it"]
     assert whole[cases[0].name]["kl"] == pytest.approx(float(want.kl.mean()), rel=1e-3)
-    # What one context has is measured for the other only, and gives the same.
+    # The second context is measured only where it is missing, and the results stay the same.
     part = {
         name: {"kl_contexts": row["kl_contexts"][: 1 + (number > 2)]}
         for number, (name, row) in enumerate(whole.items())
@@ -143,18 +143,18 @@ def test_a_copy_is_right_to_its_last_token() -> None:
     prompt = copies.Prompt(torch.tensor([3, 1, 2, 0, 2, 1]), ((1, 3), (4, 6)))
     assert prompt.first == 0
     logp = torch.full((6, 4), 0.1).log()
-    for row, token in enumerate([1, 2, 3, 2, 1, 3]):  # rows 2 and 5 say what follows no key's token
+    for row, token in enumerate([1, 2, 3, 2, 1, 3]):  # rows 2 and 5 follow no token of a key
         logp[row, token] = torch.tensor(0.7).log()
     nats = -4 * float(torch.tensor(0.7).log())
     assert copies.judge(prompt, logp) == [2, 2, pytest.approx(nats, abs=1e-3), 4]
-    logp[1] = logp[1].roll(1)  # the first key's last token is no longer likeliest
+    logp[1] = logp[1].roll(1)  # the first key's last token is no longer the likeliest
     assert copies.judge(prompt, logp)[0] == 1
     logp[3] = logp[3].roll(1)
     assert copies.judge(prompt, logp)[0] == 0
 
 
 def test_copies_of_a_model(model) -> None:
-    """BF16 has copies of its own; units come in turns; a case reads its keys from records."""
+    """BF16 gets a row of its own for copies, units alternate, and cases read their keys from records."""
     prompts = [copies.draw(encode, [], number, length=1500, sink=64, recent=128) for number in range(2)]
     units = in_turns(kl_units(torch.randint(0, 128, (1, 300)), 32), copy_units(prompts, "copies_1500_prompts"))
     assert [(unit.field, unit.number) for unit in units] == [
@@ -278,7 +278,7 @@ def test_page(tmp_path: Path) -> None:
 
 
 def test_the_page_is_that_of_the_results() -> None:
-    """There is a page if there are results; it and they are complete, and the other pages link to it."""
+    """The page exists if there are results, both are complete, and the other pages link to it."""
     files = sorted(RESULTS.glob("windows_*.json"))
     assert PAGE.exists() == bool(files), "run `python -m benchmarks.windows --page`"
     linked = [

@@ -1,4 +1,4 @@
-"""Workloads of SGLang's benchmark: what is asked for, what is measured of it, and what is shown."""
+"""Workloads of SGLang's benchmark: the requests, the measurements, and the tables."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ WORKLOAD = Workload("x", "X, 2 clients", (LOAD,), seconds=10, ttft=1500, tpot=10
 
 
 def test_figures_of_whole_requests() -> None:
-    # 0.1 s, and 0.2 s per token after the first; of three answers the third waits too long, the second is too slow.
+    # Answers take 0.1 or 0.2 s per token after the first. The second of three is too slow; the third waits too long.
     found = [request(100, 1.0, 2.1, 12), request(101, 1.0, 3.2, 12), request(102, 2.0, 3.1, 12)]
     row = measurements(WORKLOAD, [Measured(found[:2], 0, {}), Measured(found[2:], 0, {})])
     assert row["seconds"] == pytest.approx(5.1) and row["whole"] is True
@@ -174,7 +174,7 @@ def test_metrics_are_summed_over_workers() -> None:
 
 @pytest.fixture
 def streaming() -> Iterator[str]:
-    """A server of 20 ms per token."""
+    """Starts a server that needs 20 ms per token."""
     port = free_port()
     script = Path(__file__).with_name("streaming_server.py")
     server = subprocess.Popen([sys.executable, str(script), str(port), "0.02"])
@@ -193,7 +193,7 @@ def streaming() -> Iterator[str]:
 
 
 def test_benchmark_of_several_loads(streaming: str, tmp_path: Path) -> None:
-    """Two loads at once: our figures are those that the benchmark prints, and prompts are as long as asked for."""
+    """For two loads at once, our figures equal the benchmark's, and prompts have the requested lengths."""
     tokenizer = write_tokenizer(tmp_path / "tokenizer", 512)
     loads = [LOAD.arguments(1), Load(2, 2, 30, 5, turns=3, shared=20, group=2).arguments(2)]
     with Sampler(streaming) as sampler:
@@ -206,13 +206,13 @@ def test_benchmark_of_several_loads(streaming: str, tmp_path: Path) -> None:
     for ours, theirs in (("ttft_p50_ms", "median_ttft_ms"), ("tpot_p50_ms", "median_tpot_ms")):
         assert row[ours] == pytest.approx(plain.summary[theirs], rel=0.01)
     assert 0 <= plain.summary["duration"] - row["seconds"] < 5, "theirs begins before its first request"
-    # A turn's prompt has all before it: 20 shared and 30 of its own, then 5 answered and 30 more.
+    # A turn's prompt repeats all before it: 20 shared tokens and 30 of its own, then 5 answered and 30 more.
     if hasattr(stock.benchmark(), "_record_server_prompt_len"):  # older ones report the first turn's length for all
         assert sorted(one.prompt for one in chats.requests) == [50, 50, 85, 85, 120, 120]
     begins = [min(one.begin for one in load.requests) for load in (plain, chats)]
     assert abs(begins[0] - begins[1]) < 1.0
 
-    # When the time is over, what runs is cut and the rest is not sent; the same prompts, in the same order.
+    # When the time is over, running requests are cut and the rest is not sent; prompts and their order stay the same.
     (cut,) = stock.run([Load(2, 6, 40, 200).arguments(1)], streaming, tokenizer, 1.0, tmp_path)
     assert [one.cut for one in cut.requests] == [True, True] and cut.unsent == 4
     assert all(5 < one.tokens < 200 for one in cut.requests)
@@ -223,7 +223,7 @@ def test_benchmark_of_several_loads(streaming: str, tmp_path: Path) -> None:
 
 
 class Streaming(Server):
-    """The stand-in, as the script starts servers."""
+    """The stand-in server, with the interface that the script expects."""
 
     def __init__(self, log: Path, pace: float) -> None:
         port = free_port()
@@ -238,7 +238,7 @@ def run_script(words: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """It measures, goes on where it was stopped, and keeps nothing of a server whose cache is another."""
+    """The script measures, resumes where it was stopped, and keeps no row of a server with another cache."""
     out, started = tmp_path / "serving_x.json", []
 
     def server(spec, setup, tokenizer, context, folder):
@@ -311,7 +311,7 @@ def test_there_is_no_clock_without_a_gpu(monkeypatch) -> None:
 
 
 class Idle:
-    """A server that runs nothing; its tiers hold pages for some seconds."""
+    """A server that runs nothing, but whose tiers hold pages for some seconds."""
 
     def __init__(self, seconds: float, monkeypatch) -> None:
         self.now, self.end = 0.0, seconds
@@ -361,7 +361,7 @@ def test_times_of_short_prompts_are_a_table_of_their_own() -> None:
         {"scenario": "first tokens, oscar", "method": "oscar", "ttft_64x1_ms": 21.0, "ttft_1024x8_ms": 300.0},
         {"scenario": "first tokens, none", "method": "none", "ttft_64x1_ms": 20.0, "ttft_1024x8_ms": 200.0},
     ]
-    assert markdown(firsts) == ""  # only with workloads
+    assert markdown(firsts) == ""  # needs workloads too
     table = markdown([*firsts, *rows()]).rpartition("**Time to the first token of short prompts")[2]
     assert table.splitlines()[2:] == [
         "| prompts at once | BF16 | `oscar` |",
@@ -395,7 +395,7 @@ def test_what_the_file_has_is_kept_unless_its_settings_differ(tmp_path: Path) ->
 
 @pytest.mark.parametrize("path", sorted(RESULTS.glob("serving_*.json")), ids=lambda path: path.stem)
 def test_page_has_the_tables_of_each_file(path: Path) -> None:
-    """``python benchmarks/workloads.py --table --out FILE`` writes them."""
+    """The page holds the tables that ``python benchmarks/workloads.py --table --out FILE`` writes."""
     page = (record.ROOT / "docs" / "results" / "serving.md").read_text()
     found = json.loads(path.read_text())["rows"]
     assert markdown(found) in page

@@ -1,12 +1,13 @@
-"""Host memory behind ``scheduler_model``: prefixes that are backed up and loaded by copies that happen late.
+"""Host memory behind ``scheduler_model``: prefixes are backed up and loaded by copies that happen late.
 
-SGLang's HiCache in short. A copy is submitted on the stream that runs the model, after what the tiers must do first.
-It then happens whenever its own stream comes to it, here at a random later point: right away, or not before somebody
-waits for it. Copies of one direction keep their order.
+This is SGLang's HiCache in short. A copy is submitted on the stream that runs the model, after the work that the tiers
+must do first. It then happens when its own stream reaches it, which is here a random later point: immediately, or only
+when somebody waits for it. Copies in one direction keep their order.
 
-Write-through backs up what enters the tree, and frees nothing that is being copied. Write-back backs up what the tree
-evicts, and waits. Pages of a prompt that only the host has are loaded when a request starts. The next prefill waits for
-every load before it, and plans for the loads of what they copy or fold. Nobody else waits.
+Write-through backs up prefixes that enter the tree, and frees no page that is being copied. Write-back backs up
+prefixes that the tree evicts, and waits for the copies. When a request starts, pages of its prompt that only the host
+has are loaded. The next prefill waits for every load submitted before it. A plan waits for loads of pages that it
+copies or folds. Nothing else waits.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ if TYPE_CHECKING:
     from tests.cache.scheduler_model import Model, Request
 
 POISON = 0xFF
-#: A prefix of whole pages; names its last page.
+#: A prefix of whole pages; it identifies its last page.
 Key = tuple[int, ...]
 
 
 @dataclass(eq=False)
 class Copy:
-    """One that was submitted: pages of the tree, and what happens when it is their turn."""
+    """A submitted copy: pages of the tree, and the function that copies them when it is their turn."""
 
     keys: list[Key]
     pages: list[int]
@@ -43,9 +44,9 @@ class Host:
     """The host's pages of one ``Model``.
 
     Attributes:
-        held: the host's page of each prefix that it has, or is about to have.
+        held: host page of each prefix that the host has, or is about to have.
         loads, backups: pages copied so far.
-        aborted: loads whose request left before it ran.
+        aborted: loads whose request left before they ran.
     """
 
     def __init__(self, model: Model, pages: int, rng: random.Random, *, write_back: bool = False) -> None:
@@ -66,12 +67,12 @@ class Host:
     # -- what the tree and requests do ---------------------------------------------------------------
 
     def locked(self) -> set[Key]:
-        """Prefixes whose pages the tree may not evict."""
+        """Returns the prefixes whose pages the tree may not evict."""
         copies = [key for copy in self.writing + self.loading for key in copy.keys]
         return {*self.to_write, *self.to_load, *copies}
 
     def insert(self, keys: list[Key]) -> None:
-        """Prefixes entered the tree, or are there already, shorter ones first: queues those to be backed up."""
+        """Queues backups of prefixes that have entered the tree or are already in it; shorter prefixes come first."""
         for key in [] if self.write_back else keys:
             if key in self.held or key not in self.model.tree:
                 continue
@@ -81,7 +82,7 @@ class Host:
             self.to_write.append(key)
 
     def demote(self, key: Key) -> None:
-        """The tree evicts a prefix; without a host page all that goes on from it goes too."""
+        """Lets the tree evict a prefix; if the host cannot keep it, all prefixes that extend it are dropped too."""
         if self.write_back and key not in self.held and (row := self.take()) is not None:
             self.hold(key, row)
             self.submit_backup([key])
@@ -91,7 +92,7 @@ class Host:
                 self.drop(longer)
 
     def load(self, request: Request) -> None:
-        """A request that has just started gets pages for what only the host has of its prompt, and queues the load."""
+        """Gives a new request pages for the part of its prompt that only the host has, and queues the load."""
         model, begin = self.model, request.stored
         keys = []
         for end in range(begin + P, len(request.tokens), P):
@@ -109,7 +110,7 @@ class Host:
         model.write_row(request.row, begin, pages)
         for key, page in zip(keys, pages):
             model.tree[key], model.used[key], self.used[key] = page, model.clock, model.clock
-        if begin == 0 and model.is_first(request.tokens):  # its first token comes back as its record has it
+        if begin == 0 and model.is_first(request.tokens):  # its first token comes back as stored in the record
             model.begun[pages[0]] = True
             model.lost.add(pages[0])
         request.stored = request.protected = begin + len(keys) * P
@@ -117,7 +118,7 @@ class Host:
         self.to_load += keys
 
     def left(self, request: Request) -> None:
-        """A request left, perhaps before its load was submitted, or done."""
+        """Counts a load as aborted if its request left before the load was submitted or done."""
         mine = {tuple(request.tokens[:end]) for end in range(P, request.stored + 1, P)}
         pending = {*self.to_load, *(key for copy in self.loading for key in copy.keys)}
         self.aborted += bool(mine & pending)
@@ -125,7 +126,7 @@ class Host:
     # -- copies ----------------------------------------------------------------------------------------
 
     def submit_backups(self) -> None:
-        """What the batch's results have queued."""
+        """Submits the backups that the results of a batch have queued."""
         keys, self.to_write = self.to_write, []
         if keys:
             self.submit_backup(keys)
@@ -144,7 +145,7 @@ class Host:
         self.writing.append(Copy(keys, pages.tolist(), run))
 
     def submit_loads(self) -> None:
-        """What admission has queued, before the batch is planned."""
+        """Submits the loads that admission has queued, before the batch is planned."""
         keys, self.to_load = self.to_load, []
         if keys:
             pages, there = self._begin(keys, self.model.tiers.before_load), self._rows_of(keys)
@@ -157,7 +158,7 @@ class Host:
         self.happen()
 
     def _begin(self, keys: list[Key], prepare: Callable[[torch.Tensor], None]) -> torch.Tensor:
-        """The tiers' work, on the stream of the layers in flight and after them; the pages, int64."""
+        """Runs the tiers' preparation on the stream of the layers in flight, after them. Returns the pages, int64."""
         self.model.land()
         self.before_plan()
         pages = torch.tensor([self.model.tree[key] for key in keys], dtype=torch.int64)
@@ -168,31 +169,31 @@ class Host:
         return torch.tensor([self.held[key] for key in keys], dtype=torch.int64)
 
     def happen(self) -> None:
-        """Some copies happen: none, the next ones or all that wait."""
+        """Lets some copies happen in each direction: none, the next few, or all that wait."""
         for copies in (self.writing, self.loading):
             if copies and self.rng.random() < 0.4:
                 self.finish(copies, self.rng.randint(1, len(copies)))
 
     def finish(self, copies: list[Copy], count: int | None = None) -> None:
-        """The first ones have happened: by now they must."""
+        """Runs the first ``count`` copies (default: all), as if somebody waited for them."""
         for _ in range(len(copies) if count is None else count):
             copies[0].run()
             del copies[0]
 
     def wait(self, copies: list[Copy]) -> None:
-        """Loads that must have happened, and so those before them."""
+        """Runs these loads, and the loads before them."""
         last = max((i for i, copy in enumerate(self.loading) if copy in copies), default=-1)
         self.finish(self.loading, last + 1)
 
     def before_plan(self) -> None:
-        """What plans read themselves, sources of copies and folds, they wait for."""
+        """Waits for loads of pages that the plan itself reads: sources of copies and folds."""
         sources = {page for e in self.model.tiers.pending._events if isinstance(e, Fill) for page in e.source.tolist()}
         self.wait([copy for copy in self.loading if sources & set(copy.pages)])
 
     def offers(self, pages: list[int]) -> bool:
-        """Whether these pages of the tree may be copied or folded; not before their load is submitted, here or there.
+        """Returns whether these pages may be copied or folded; submits their load first if it is queued.
 
-        The scheduler may treat a load under way like missing room, or leave the wait to the plan.
+        The scheduler may treat a load in progress like missing room, or leave the waiting to the plan.
         """
         queued = {self.model.tree[key] for key in self.to_load}
         under_way = {page for copy in self.loading for page in copy.pages}
@@ -205,7 +206,7 @@ class Host:
     # -- the host's memory ---------------------------------------------------------------------------
 
     def take(self) -> int | None:
-        """A free page, or that of the least recently used prefix that only the host has."""
+        """Returns a free page, or frees that of the least recently used prefix that only the host has."""
         if not self.free:
             locked = self.locked() | self.wanted
             parents = {key[:-P] for key in self.held}
@@ -222,20 +223,20 @@ class Host:
         self.free.append(self.held.pop(key))
 
     def settle(self) -> None:
-        """Everything that was queued or submitted has happened."""
+        """Lets everything happen that was queued or submitted."""
         self.submit_backups()
         self.submit_loads()
         self.finish(self.writing)
         self.finish(self.loading)
 
     def reset(self) -> None:
-        """As a flush does, which is refused until copies are done."""
+        """Empties the host as a flush does, which SGLang refuses until all copies are done."""
         self.settle()
         for key in list(self.held):
             self.drop(key)
 
     def check(self, key: Key) -> None:
-        """The host's page of a prefix is the record of its last 64 tokens, and the row's tail is untouched."""
+        """Checks that a prefix's host page holds the record of its last 64 tokens, with an untouched tail."""
         got, size = self.rows[self.held[key]], self.layout.page_bytes
         assert torch.equal(got[:size], self.record(key)), f"the host holds another page for {len(key) // P} pages"
         assert (got[size:] == POISON).all()
@@ -247,7 +248,7 @@ class Host:
             self.check(key)
 
     def record(self, key: Key) -> torch.Tensor:
-        """uint8 ``[page_bytes]``: the record that the oracle expects."""
+        """Returns the record that the oracle expects, uint8 ``[page_bytes]``."""
         if key not in self.records:
             k, v = self.model.page_of(key)[:, None, None]
             self.records[key] = self.model.format.quantize_pages(k, v).flatten()

@@ -1,16 +1,18 @@
-"""A scheduler in plain Python dictionaries that drives a TierManager the way SGLang does.
+"""A scheduler in plain Python dictionaries that drives a TierManager as SGLang does.
 
-Keys and values are a function of the tokens before them, so what any page must hold is known
-without looking at the pool: that is the oracle.
+Keys and values are a function of the tokens up to theirs. The oracle thus knows what each page must hold without
+looking at the pool.
 
-With ``overlap`` a batch flies: its plan runs when it is launched, its layers only when the next one is. Whatever the
-scheduler does in between (publish, repoint, free, retract, evict, flush) must not change what they read and write.
+With ``overlap``, a batch is in flight: its plan runs when it is launched, but its layers only when the next batch is
+launched. Whatever the scheduler does in between (publish, repoint, free, retract, evict, flush) must not change what
+the layers read and write.
 
-With drafts, the device knows how many of a batch in flight are accepted, the scheduler only when it has landed; so
-pages are allocated for as many as there may be, and what is published is what the scheduler knows.
+With drafts, the device knows how many drafts of a batch in flight are accepted, but the scheduler learns it only when
+the batch has landed. Pages are therefore allocated for the largest possible number, and only tokens that the scheduler
+knows are published.
 
-With one memory for pages and BF16 pages (``shared``), ids are no pages, and the scheduler divides the memory
-(``cache.shared.split``).
+If pages and BF16 pages share one memory (``shared``), ids differ from page numbers, and the scheduler divides the
+memory (``cache.shared.split``).
 
 With host memory (``add_host``), pages are backed up and loaded by copies that happen late (``host_model``).
 """
@@ -46,7 +48,7 @@ PLANES = PlaneFormat(64, PlaneCode((4, 3, 1, 0)), PlaneCode((3, 2, 2, 1)))
 
 
 def row_indices(tokens: list[int], known: list[int]) -> list[int]:
-    """Index into ``TABLE`` of each token given all before it; ``known`` holds those of a prefix."""
+    """Returns each token's index into ``TABLE``, given all tokens before; ``known`` holds those of a prefix."""
     state = known[-1] if known else 17
     for token in tokens[len(known) :]:
         state = (state * 31 + token + 7) % len(TABLE)
@@ -58,37 +60,37 @@ def row_indices(tokens: list[int], known: list[int]) -> list[int]:
 class Request:
     tokens: list[int]  # known tokens: prompt and generated
     row: int
-    stored: int = 0  # tokens in the cache; of drafts, those that are accepted
-    unknown: int = 0  # of these, accepted by a batch in flight: the scheduler does not know them
-    reserved: int = 0  # tokens that the row has pages for, if more
-    protected: int = 0  # tokens of it that belong to the tree
-    fresh: bool = True  # never hit the tree: its window must be complete
+    stored: int = 0  # tokens in the cache; of drafts, only accepted ones
+    unknown: int = 0  # part of ``stored`` accepted by a batch in flight, so the scheduler does not know it
+    reserved: int = 0  # tokens that the row has pages for, if more than ``stored``
+    protected: int = 0  # tokens whose pages belong to the tree
+    fresh: bool = True  # the request never hit the tree: its window must be complete
     indices: list[int] = field(default_factory=list)
 
     @property
     def held(self) -> int:
-        """Pages of its row."""
+        """Number of pages in the request's row."""
         return -(-max(self.stored, self.reserved) // P)
 
     def pages_wanted(self, drafts: int) -> int:
-        """Pages that SGLang adds to its row for a step: a round of drafts ahead of what the scheduler knows."""
+        """Returns how many pages SGLang adds for a step: a round of drafts beyond what the scheduler knows."""
         ahead = self.stored + 1 if drafts == 1 else self.stored - self.unknown + 2 * drafts
         return max(-(-ahead // P) - self.held, 0)
 
     def drafted(self, drafts: list[int]) -> torch.Tensor:
-        """As ``expected``, of the token after those stored and these drafts after it."""
+        """Returns keys and values like ``expected``, for the first token not stored and these drafts after it."""
         path = self.tokens[: self.stored + 1] + drafts
         indices = row_indices(path, self.indices[: self.stored])
         return TABLE[torch.tensor(indices[self.stored :], dtype=torch.int64)]
 
     def expected(self, start: int, end: int) -> torch.Tensor:
-        """BF16 ``[end - start, 2, 64]``: K and V that these tokens must have."""
+        """Returns the K and V that these tokens must have, BF16 ``[end - start, 2, 64]``."""
         return TABLE[torch.tensor(row_indices(self.tokens, self.indices)[start:end], dtype=torch.int64)]
 
 
 @dataclass
 class Model:
-    """Pages, rows and tree of one worker, and the device state they drive."""
+    """Pages, rows and tree of one worker, and the device state that they drive."""
 
     pages: int
     slots: int
@@ -107,23 +109,23 @@ class Model:
     steps: int = 0
     copied: int = 0  # prefixes made of copies
     folded: int = 0  # prefixes made of chosen tokens
-    named: dict[int, list[int]] = field(default_factory=dict)  # the ``indices`` of their tokens, by the first of these
+    named: dict[int, list[int]] = field(default_factory=dict)  # ``indices`` of a named prefix, by its first token
     format: RecordFormat = TWO_BITS
-    restored: int = 0  # reads of first pages in BF16 of which only the first token is what was written
-    unkept: int = 0  # reads of such pages from records, where first tokens are kept
+    restored: int = 0  # BF16 reads of first pages in which only the first token is as written
+    unkept: int = 0  # reads of such pages from records, if first tokens are kept
     begins: set[int] = field(default_factory=set)  # first tokens of ``named`` whose first page is a prompt's
     begun: dict[int, bool] = field(default_factory=dict)  # pages that begin a sequence: whether a prompt began with it
-    idle: set[int] = field(default_factory=set)  # of these, in entries and without BF16 copies after the last plan
-    lost: set[int] = field(default_factory=set)  # of these, without its first token, as more idled than have entries
+    idle: set[int] = field(default_factory=set)  # of ``begun``, in entries without BF16 copies after the last plan
+    lost: set[int] = field(default_factory=set)  # of ``begun``, without first tokens: more idled than entries
     prefill_pages: int = 0
     reached: int = 0  # pages before their window that prefills read in BF16
     kept_pages: int | None = None  # recent pages that a running request never loses; None: all
     written: int = 1  # tokens that a step writes
     shortened: int = 0  # reads of requests that had lost recent pages
     host: Host | None = None
-    shared: WindowSlots | None = None  # BF16 pages that requests want and need, in one memory of ``slots`` BF16 pages
+    shared: WindowSlots | None = None  # BF16 pages that requests want and need in a shared memory
     split: Split | None = None
-    wanders: random.Random | None = None  # the boundary goes wherever it may, not only where it should
+    wanders: random.Random | None = None  # moves the boundary to any valid place, not only the best one
     moved: int = 0  # times that the boundary moved
 
     def __post_init__(self) -> None:
@@ -148,7 +150,7 @@ class Model:
     # -- memory, as SGLang's allocator and tree -----------------------------------------------------
 
     def add_host(self, pages: int, rng: random.Random, **more) -> Model:
-        """This, with so many pages of host memory; more: of ``Host``."""
+        """Adds host memory of ``pages`` pages and returns the model; more: further arguments of ``Host``."""
         self.host = Host(self, pages, rng, **more)
         return self
 
@@ -164,7 +166,7 @@ class Model:
         return prefixes | (self.host.locked() if self.host else set())
 
     def evict(self, count: int) -> None:
-        """Free up to ``count`` unlocked leaf pages of the tree, least recently used first."""
+        """Frees up to ``count`` unlocked leaf pages of the tree, least recently used first."""
         for _ in range(count):
             locked = self.locked()
             parents = {key[:-P] for key in self.tree}
@@ -190,7 +192,7 @@ class Model:
         return taken
 
     def divide(self, count: int) -> bool:
-        """The memory, for so many more pages; False if there is no room for both."""
+        """Divides the shared memory so that ``count`` more pages fit; False if BF16 pages then lack room."""
         used, rows, before = self.pages - len(self.free), len(self.running), self.split.first_slot
         self.evict(self.split.excess(used + count, rows))
         used = self.pages - len(self.free)
@@ -205,17 +207,17 @@ class Model:
         return True
 
     def room(self) -> int:
-        """Pages that may still be taken, if nothing is evicted."""
+        """Returns how many pages may still be taken without an eviction."""
         if self.split is None:
             return len(self.free)
         return self.split.room(len(self.running)) - (self.pages - len(self.free))
 
     def place(self, page: int) -> int:
-        """Where the tables have an id's page, as far as events are applied."""
+        """Returns the page of an id, according to the events applied so far."""
         return int(self.pool.places[page])
 
     def row_pages(self, request: Request, upto: int) -> list[int]:
-        """As the scheduler knows them."""
+        """Returns the row's page ids, as the scheduler knows them."""
         return (self.pool.req_to_token[request.row, :upto:P] // P).tolist()
 
     # -- requests -----------------------------------------------------------------------------------
@@ -239,9 +241,9 @@ class Model:
         return request
 
     def select(self, source: tuple[int, ...], chosen: list[int], tail: list[int]) -> Request | None:
-        """A request that begins with copies of some whole pages of a prefix in the tree, under a name of their own.
+        """Starts a request with copies of whole pages of a prefix in the tree, under tokens of their own.
 
-        The tokens that stand for them are found nowhere else. None if there is no room or the prefix had to give way.
+        Returns None if there is no room, or if the prefix had to be evicted.
         """
         target = self.take_pages(len(chosen))
         if target is None:
@@ -263,9 +265,9 @@ class Model:
         return self.start(names + tail)
 
     def fold(self, request: Request, chosen: list[int], publish: bool, length: int | None = None) -> list[int] | None:
-        """A request ends, and chosen tokens of its whole pages are a prefix in the tree, under a name of their own.
+        """Ends a request and keeps chosen tokens of its whole pages as a prefix in the tree, under new tokens.
 
-        Without room it only ends. Returns the tokens that stand for those chosen, which are found nowhere else.
+        Without room the request only ends. Returns the tokens that name the prefix, or None.
         """
         full = (request.stored if length is None else length) // P
         own = self.row_pages(request, full * P)
@@ -287,7 +289,7 @@ class Model:
         return names
 
     def _enter(self, pages: list[int]) -> list[int]:
-        """New pages enter the tree under tokens that nothing else has; these."""
+        """Adds new pages to the tree under tokens that nothing else uses. Returns these tokens."""
         self.clock += 1
         names = [-(self.clock * 10**6 + i) for i in range(len(pages) * P)]
         for i, page in enumerate(pages):
@@ -297,16 +299,16 @@ class Model:
         return names
 
     def may_copy(self, pages: list[int]) -> bool:
-        """False while the scheduler takes a load of these pages, under way or to come, for missing room."""
+        """Returns False if the scheduler treats a pending or running load of these pages like missing room."""
         return self.host is None or self.host.offers(pages)
 
     def back_up(self, tokens: list[int], length: int) -> None:
-        """Whole pages of the first ``length`` tokens are in the tree."""
+        """Backs up whole pages of the first ``length`` tokens, which are in the tree."""
         if self.host:
             self.host.insert([tuple(tokens[:end]) for end in range(P, length + 1, P)])
 
     def _begin(self, names: list[int], source: int, target: int) -> None:
-        """A copy of the page that a prompt began with: its first token is there if the source's is."""
+        """Notes a copy of a page that a prompt began with; the copy has the first token if the source has it."""
         self.begins.add(names[0])
         self.begun[target] = True
         self.lost |= {target} if source in self.lost else set()
@@ -316,7 +318,7 @@ class Model:
         self.pool.req_to_token[row, at : at + len(loc)] = loc
 
     def extend(self, requests: list[tuple[Request, int]]) -> bool:
-        """One prefill batch: each request stores its next ``n`` tokens. False if memory ran out."""
+        """Runs one prefill batch: each request stores its next ``n`` tokens. False if memory ran out."""
         self.land()
         if self.host:
             self.host.submit_loads()
@@ -326,7 +328,7 @@ class Model:
             if pages is None:
                 return False
             self.write_row(request.row, have * P, pages)
-            # Pages are charged to the row at once, as SGLang does.
+            # SGLang, too, assigns pages to the row immediately.
             request.stored += n
         prefix = [r.stored - n for r, n in requests]
         new = [n for _, n in requests]
@@ -359,7 +361,7 @@ class Model:
         return self.fly(layers)
 
     def decode(self, requests: list[Request], padding: int = 0) -> bool:
-        """One decode step of requests whose known tokens are one more than those stored."""
+        """Runs one decode step of requests whose known tokens are one more than those stored."""
         self.land()
         for request in requests:
             if not self.reserve(request, 1):
@@ -390,7 +392,7 @@ class Model:
         return self.fly(layers)
 
     def reserve(self, request: Request, drafts: int) -> bool:
-        """Pages for a step of that many drafts; False if memory ran out."""
+        """Gives a request pages for a step with ``drafts`` tokens; False if memory ran out."""
         pages = self.take_pages(request.pages_wanted(drafts))
         if pages is None:
             return False
@@ -399,9 +401,9 @@ class Model:
         return True
 
     def verify(self, requests: list[Request], drafts: list[list[int]], accepted: list[int], padding: int = 0) -> bool:
-        """One step of requests whose known tokens are one more than those stored, with equally many drafts after it.
+        """Runs one verify step of requests that have one known token not yet stored, followed by equally many drafts.
 
-        Of that token and its drafts, the first ``accepted`` (one at least) are kept; the rest is written all the same.
+        ``accepted`` counts that token and the drafts after it that are kept, at least one; all of them are written.
         """
         self.land()
         count = 1 + len(drafts[0])
@@ -436,7 +438,7 @@ class Model:
     # -- batches in flight ----------------------------------------------------------------------------
 
     def fly(self, layers: Callable[[], None]) -> bool:
-        """A batch was launched: its plan has run, its layers run when the next one is launched, or now."""
+        """Launches a batch whose plan has run; its layers run at the next launch, or now without ``overlap``."""
         self.flying = layers
         if not self.overlap:
             self.land()
@@ -444,33 +446,33 @@ class Model:
         return True
 
     def land(self) -> None:
-        """The layers of the batch in flight, with all that the scheduler did since it launched it."""
+        """Runs the layers of the batch in flight, after all that the scheduler did since the launch."""
         layers, self.flying = self.flying, None
         if layers is not None:
             self.happen()
             layers()
 
     def happen(self) -> None:
-        """Copies to and from the host that were submitted may happen now."""
+        """Lets submitted copies to and from the host happen now."""
         if self.host:
             self.host.happen()
 
     def before_plan(self) -> list[Copy]:
-        """Waits for loads that the plan reads itself. Returns those under way, for which a prefill's layers wait."""
+        """Waits for loads that the plan itself reads. Returns other loads, for which a prefill's layers wait."""
         if self.host is None:
             return []
         self.host.before_plan()
         return list(self.host.loading)
 
     def submit_backups(self) -> None:
-        """The results of a batch were processed."""
+        """Submits backups, because the results of a batch have been processed."""
         if self.host:
             self.host.submit_backups()
 
     def publish(self, request: Request, finished: bool, length: int | None = None) -> None:
-        """Insert whole pages of the first ``length`` tokens (default: all stored) into the tree.
+        """Inserts whole pages of the first ``length`` tokens (default: all stored) into the tree.
 
-        Duplicates are freed and the row is repointed. What a batch in flight adds is not published with it.
+        Duplicates are freed and the row is repointed. Tokens that a batch in flight adds are not published.
         """
         self.clock += 1
         full = (request.stored if length is None else length) // P
@@ -490,7 +492,7 @@ class Model:
         self.back_up(request.tokens, full * P)
 
     def leave(self, request: Request, publish: bool, length: int | None = None) -> None:
-        """Finish (publish) or abort/retract (do not): the row and private pages are given back."""
+        """Ends a request (``publish``), or aborts or retracts it (without); its row and private pages are freed."""
         own = self.row_pages(request, request.held * P)
         if self.host:
             self.host.left(request)
@@ -513,9 +515,10 @@ class Model:
     # -- the oracle -----------------------------------------------------------------------------------
 
     def read(self, request: Request, length: int, after: int, own: torch.Tensor | None = None) -> Callable[[], None]:
-        """A check, for when its layers run, that a request reads exactly what its first ``length`` tokens say.
+        """Returns a check, for when the layers run, that the request reads exactly its first ``length`` tokens.
 
-        ``after`` counts the tokens stored once the batch has run; ``own`` is what it writes first, and then reads too.
+        ``after`` counts the tokens stored once the batch has run; ``own`` holds tokens that the batch writes first and
+        then also reads.
         """
         row, fresh, want = request.row, request.fresh, request.expected(0, length)
         if own is not None:
@@ -546,8 +549,8 @@ class Model:
                     f"row {row} reads other keys and values in page {i}; history {sink_end} to {history_end}"
                 )
             if fresh:
-                # A request that computed everything itself never loses a window page; while a prefill
-                # batch runs, the window it leaves behind may already have given way to the next.
+                # A request that computed everything itself never loses a window page. While a prefill batch runs,
+                # however, the previous window may already have lost pages to the next one.
                 target = max(after // P - self.recent_pages, self.sink_pages) * P
                 assert sink_end >= min(self.sink_pages * P, length)
                 self.shortened += history_end > max(target, sink_end)
@@ -557,12 +560,12 @@ class Model:
         return check
 
     def page_of(self, key: tuple[int, ...]) -> torch.Tensor:
-        """BF16 ``[2, P, 64]``: K and V of the last page of a prefix."""
+        """Returns K and V of the last page of a prefix, BF16 ``[2, P, 64]``."""
         states = row_indices(list(key), self.named.get(key[0], [])[: len(key)])
         return TABLE[torch.tensor(states[-P:], dtype=torch.int64)].permute(1, 0, 2)
 
     def check_reach(self, row: int, length: int, more: int) -> None:
-        """A prefill's history ends as early as BF16 pages allow, but no more than ``more`` pages before its window."""
+        """Checks that a prefill's history ends as early as BF16 pages allow, at most ``more`` pages early."""
         lost = (self.pool.page_slot[self.pool.row_pages[row, : -(-length // P)].long()] < 0).tolist()
         window = max(length // P - self.recent_pages, self.sink_pages)
         earliest = max(length // P - self.recent_pages - more, self.sink_pages)
@@ -573,9 +576,10 @@ class Model:
         self.reached += max(window - max(end, self.sink_pages), 0)
 
     def check_sink_tokens(self, requests: Sequence[Request]) -> None:
-        """Invariant 12, after a plan for these: a first token is in a BF16 copy, or kept unless more idle than entries.
+        """Checks invariant 12 after a plan: a first token is in a BF16 copy or, while entries suffice, kept.
 
-        Of those that idled before or do so now: what a plan restores leaves its entry to others in the next one.
+        Pages compete for entries if they were idle before the plan or are now: an entry freed by a restored page is
+        available only to the next plan.
         """
         sink_cache = self.tiers.sink_cache
         if sink_cache is None:
@@ -594,15 +598,15 @@ class Model:
         self.idle, self.lost = kept, unkept
 
     def is_first(self, tokens: Sequence[int]) -> bool:
-        """Whether their first page is one that a prompt began with, or a whole copy of one."""
+        """Returns whether these tokens' first page is one that a prompt began with, or a whole copy of one."""
         return tokens[0] >= 0 or tokens[0] in self.begins
 
     def first_page(self, row: int) -> torch.Tensor:
-        """int64 ``[1]``, of the row as the last plan found it."""
+        """Returns the row's first page as the last plan found it, int64 ``[1]``."""
         return self.pool.row_pages[row, :1].long()
 
     def rounded(self, page: torch.Tensor) -> torch.Tensor:
-        """What a record of that page, BF16 ``[2, P, 64]``, is read as."""
+        """Returns the values that the record of a page, BF16 ``[2, P, 64]``, is read as."""
         key = page.view(torch.int16).numpy().tobytes()
         if key not in self.known:
             format = self.pool.formats[0]
@@ -611,7 +615,7 @@ class Model:
         return self.known[key]
 
     def check(self) -> None:
-        """Every page is in one place; with no batch in flight also that the device agrees."""
+        """Checks that every page is in one place and, with no batch in flight, that the device agrees."""
         if self.flying is None:
             self.before_plan()
             free = torch.tensor(self.free, dtype=torch.int64)
@@ -624,7 +628,7 @@ class Model:
         assert sorted(everything) == list(range(1, self.pages + 1)), "a page is lost or owned twice"
 
     def check_empty(self) -> None:
-        """After everything finished and the tree is flushed, both pools are empty."""
+        """Flushes the tree after everything finished, and checks that both pools are empty."""
         self.land()
         if self.host:
             self.host.settle()

@@ -1,4 +1,4 @@
-"""Long random schedules for ``scheduler_model``, most of whose steps decode: what a shrinking search rarely tries."""
+"""Long random schedules for ``scheduler_model`` whose steps mostly decode, which a shrinking search rarely tries."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from sglang_kvq.cache.shared.split import WindowSlots
 from sglang_kvq.constants import PAGE_SIZE as P
 from tests.cache.scheduler_model import Model, Request
 
-#: Values of a model's ``overlap``, by what a test's id calls them.
+#: Values of a model's ``overlap``, by their names in test ids.
 OVERLAP = {"in-flight": True, "alone": False}
 
 
 def random_model(rng: random.Random, overlap: bool = True, **more) -> Model:
-    """A small pool under pressure: few BF16 pages beyond those that rows may pin."""
+    """Returns a model with a small pool under pressure: few BF16 pages beyond those that rows may pin."""
     rows, sinks, recent = rng.randint(1, 5), rng.randint(0, 2), rng.randint(1, 3)
-    # One BF16 page per row beyond its window: every row may resume in the middle of a page.
+    # Each row has one BF16 page beyond its window, because it may resume in the middle of a page.
     slots = rows * (sinks + recent + 2) + rng.randint(0, 6)
     more.setdefault("prefill_pages", rng.choice([0, 1, 4, 20]))
     return Model(rng.randint(30, 60), slots, rows, sinks, recent, overlap=overlap, **more)
 
 
 def shared_model(rng: random.Random, **more) -> Model:
-    """One memory, of which the pages of a few requests leave little for BF16 pages, or the other way round."""
+    """Returns a model whose shared memory is nearly filled by the pages of a few requests, or by BF16 pages."""
     rows, recent = more.pop("rows", rng.randint(2, 5)), more.pop("recent", rng.randint(1, 4))
     sinks, kept = more.pop("sinks", rng.randint(0, 2)), more.pop("kept", rng.randint(0, recent))
     # A batch writes the windows of some requests, each of which may resume in the middle of a page.
@@ -34,10 +34,10 @@ def shared_model(rng: random.Random, **more) -> Model:
 
 
 def soft_model(rng: random.Random, drafts: int = 1, **more) -> Model:
-    """Room for what rows must keep, and for what a prefill of one request writes: it takes others' recent pages."""
+    """Returns a model in which one request's prefill must take recent pages of other rows."""
     rows, sinks, recent = rng.randint(3, 5), rng.randint(0, 1), rng.randint(3, 5)
     kept = rng.randint(0, 1)
-    # Drafts may lie in two pages, and a row that a prefill resumes in the middle of a page needs one more.
+    # Drafts may span two pages, and a row that a prefill resumes in the middle of a page needs one more.
     slots = rows * (sinks + kept + 1 + (drafts > 1)) + recent - kept + 1
     more = {"kept_pages": kept, "written": drafts, "prefill_pages": rng.choice([0, 1, 4]), **more}
     return Model(16 * rows, slots, rows, sinks, recent, **more)
@@ -45,14 +45,14 @@ def soft_model(rng: random.Random, drafts: int = 1, **more) -> Model:
 
 @dataclass
 class Driver:
-    """Random events of every kind, decoding most of all; prompts share prefixes, fork and are computed twice.
+    """Draws random events of every kind, mostly decoding; prompts share prefixes, fork and are computed twice.
 
-    With batches in flight (``Model.overlap``) events come in SGLang's order: a batch is launched, then the results of
-    the one before it are processed, so that prompts are published, and requests end, while the next step runs.
+    With batches in flight (``Model.overlap``), events come in SGLang's order: a batch is launched, then the results of
+    the batch before it are processed. Prompts are thus published, and requests end, while the next step runs.
 
     Attributes:
-        operations: what a request or page went through so far: started, extended, decoded, published, left, evicted,
-            selected, folded.
+        operations: events of requests and pages so far: started, extended, decoded, published, left, evicted, selected,
+            folded.
         late: prompts computed by the last batch, with their lengths, not yet in the tree.
         stepping: requests of the step in flight, and how many tokens it adds to them.
         drafts: tokens that a step verifies for each request; 1 is decoding.
@@ -73,7 +73,7 @@ class Driver:
             self.model.check()
 
     def finish(self) -> None:
-        """Everything leaves, then a flush: nothing may be held."""
+        """Lets all requests leave, perhaps flushes, and checks that nothing is held."""
         for request in self.prefilling + self.decoding:
             self.leave(request, publish=self.rng.random() < 0.7)
         if self.rng.random() < 0.5:
@@ -111,7 +111,7 @@ class Driver:
             self.fold(rng.choice(running), publish=rng.random() < 0.3)
 
     def select(self) -> None:
-        """A request that begins with some pages of a prefix in the tree."""
+        """Starts a request that begins with some pages of a prefix in the tree."""
         sources = [key for key in self.model.tree if key[0] >= 0]
         if sources:
             source, rng = self.rng.choice(sources), self.rng
@@ -122,7 +122,7 @@ class Driver:
                 self.operations += 1
 
     def fold(self, request: Request, publish: bool) -> None:
-        """A request ends with some of its tokens kept, its sinks among them as often as not; another goes on there."""
+        """Ends a request and keeps some of its tokens, often its sinks too; another request goes on from them."""
         rng, length = self.rng, self.end(request)
         full = length // P
         if not full:
@@ -151,9 +151,9 @@ class Driver:
         self.model.leave(request, publish, self.end(request))
 
     def end(self, request: Request) -> int:
-        """Tokens of a request that leaves. An end is seen while the step after it runs: that step's are not counted.
+        """Returns the tokens of a request that leaves, without those of the step that already runs.
 
-        It may lie anywhere among the drafts that the step before accepted.
+        The request may end anywhere among the drafts that the step before accepted.
         """
         (self.prefilling if request in self.prefilling else self.decoding).remove(request)
         known = request.stored - self.stepping.get(request, 0)
@@ -204,7 +204,7 @@ class Driver:
         return sum(request.pages_wanted(self.drafts) for request in self.decoding)
 
     def launched(self, stepping: dict[Request, int]) -> None:
-        """A batch was: the results of the one before it are processed while it runs."""
+        """Notes a launched batch and processes the results of the batch before it, while the new one runs."""
         self.stepping = dict(stepping) if self.model.overlap else {}
         self.process()
 
@@ -222,7 +222,7 @@ class Driver:
 
 @dataclass
 class Returning(Driver):
-    """A driver whose tree gives way often, and whose prompts come back: what host memory is for."""
+    """A driver whose tree often evicts prompts that come back later, as host memory is meant for."""
 
     prompts: list[list[int]] = field(default_factory=list)
 
@@ -236,7 +236,7 @@ class Returning(Driver):
         if not self.model.free_rows:
             self.leave(rng.choice(running), publish=True)
         if rng.random() < 0.3:
-            self.select()  # whose sources may go before they are copied
+            self.select()  # its source pages may be evicted before they are copied
         self.evict(rng.choice((0, 5, 20, 40)))
         self.start(rng.choice(self.prompts) + [7] * rng.randint(0, 40))
         if rng.random() < 0.5 and self.prefilling:
@@ -248,7 +248,7 @@ class Returning(Driver):
 
 
 def crowd(model: Model, rng: random.Random, turns: int, drafts: int = 1) -> None:
-    """Every row runs, with some pages each; one request in turn leaves and another begins. Ends with nothing held."""
+    """Fills every row with a request; one at a time leaves and another begins. Ends with nothing held."""
     driver = Driver(model, rng, drafts=drafts)
     for _ in range(turns):
         while model.free_rows:
@@ -265,9 +265,9 @@ def crowd(model: Model, rng: random.Random, turns: int, drafts: int = 1) -> None
 
 
 def converse(model: Model, rng: random.Random, turns: int) -> None:
-    """More conversations than there are BF16 pages for, idle in turn: each loses its sinks and begins where it was.
+    """Runs more conversations than BF16 pages allow: each idles, loses its sinks, and later goes on.
 
-    Some go on twice at once, from copies of their own pages, or as a fold; some are evicted. Ends with nothing held.
+    Some go on twice at once, from copies of their own pages or as a fold; some are evicted. Ends with nothing held.
     """
     driver = Driver(model, rng)
     for _ in range(turns):
@@ -280,7 +280,7 @@ def converse(model: Model, rng: random.Random, turns: int) -> None:
             driver.select()
         while driver.prefilling:
             driver.prefill(list(driver.prefilling))
-        for _ in range(rng.choice((0, 0, 1, 70))):  # most end with their first token, which their prefill gives
+        for _ in range(rng.choice((0, 0, 1, 70))):  # most end with the first token, which prefill gives
             driver.decode(padding=rng.randint(0, 1))
         if driver.decoding and rng.random() < 0.2:
             driver.fold(driver.decoding[0], publish=True)

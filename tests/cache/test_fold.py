@@ -1,4 +1,4 @@
-"""Chosen tokens in new pages: codes, scales and gains are those of the sources, whatever the layout."""
+"""Folds copy the codes, scales and gains of chosen tokens to new pages unchanged, in every layout."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CHANNEL = PageFormat(64, 64, k=CodeFormat(axis="channel"))
 
 
 def formats_of(head_dim: int) -> dict[str, RecordFormat]:
-    """Every width and statistic, keys' and values' apart, small groups, and planes with every kind of cell."""
+    """Returns formats with every width and statistic, small groups, and planes with every kind of cell."""
     group = min(head_dim, 128)
     sphere, moments = CodeFormat(3, "sphere", "norm"), CodeFormat(4, "lloyd-max", "moments")
     return {
@@ -41,7 +41,7 @@ def formats_of(head_dim: int) -> dict[str, RecordFormat]:
 
 
 def heavy(*shape: int) -> torch.Tensor:
-    """BF16 rows of very different sizes, so that no two have one scale."""
+    """Returns BF16 rows of very different magnitudes, so that no two rows share a scale."""
     return (torch.randn(shape) * torch.randn(*shape[:-1], 1).exp()).bfloat16()
 
 
@@ -52,13 +52,13 @@ def pool_of(formats: list[RecordFormat], pages: int = 9) -> PagePool:
 
 
 def choose(layers: int, sources: int, targets: int) -> torch.Tensor:
-    """Distinct tokens for each layer and head, in any order."""
+    """Draws distinct tokens for each layer and head, in any order."""
     drawn = [torch.randperm(sources * P)[: targets * P] for _ in range(layers * HEADS)]
     return torch.stack(drawn).view(layers, HEADS, -1)
 
 
 def rows(pages: torch.Tensor) -> torch.Tensor:
-    """``[n, heads, P, D]`` as ``[heads, n P, D]``."""
+    """Reshapes ``[n, heads, P, D]`` to ``[heads, n P, D]``."""
     return pages.transpose(0, 1).flatten(1, 2)
 
 
@@ -78,7 +78,7 @@ def test_tokens_and_back_is_every_bit_of_a_record(kind, head_dim):
 
 @each(kind=formats_of(64).keys(), head_dim=HEAD_DIMS)
 def test_moved_tokens_are_what_they_would_be_quantized_there(kind, head_dim):
-    """Against quantizing the chosen tokens themselves: the same bytes. Layers of one layout choose differently."""
+    """Folding gives the same bytes as quantizing the chosen tokens directly; layers choose different tokens."""
     format = formats_of(head_dim)[kind]
     pool = pool_of([format] * 2)
     source, target = torch.tensor([7, 2, 9, 4]), torch.tensor([5, 1, 8])
@@ -99,7 +99,7 @@ def test_moved_tokens_are_what_they_would_be_quantized_there(kind, head_dim):
 
 
 def test_layers_of_different_layouts_fold_together():
-    """As ``auto`` budgets give them: several stores, layers in any order in them."""
+    """Layers with several stores fold together, in the mixed order that ``auto`` budgets give."""
     narrow, wide, planes = (formats_of(64)[kind] for kind in ("2-2", "3-4", "4310-3221"))
     pool = pool_of([narrow, planes, wide, narrow, planes])
     for records in pool.records:
@@ -123,7 +123,7 @@ def test_whole_pages_are_copies():
 
 
 def means_the_same_elsewhere(format: RecordFormat) -> bool:
-    """Whether quantizing a page of tokens of two pages gives each the value that it had."""
+    """Returns whether tokens of two pages keep their values when they are quantized together in one page."""
     k, v = heavy(2, P, format.head_dim), heavy(2, P, format.head_dim)
     mixed = torch.randperm(2 * P)[:P]
     there = format.dequantize_pages(format.quantize_pages(k, v))

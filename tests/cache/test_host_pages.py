@@ -1,4 +1,4 @@
-"""Pages go to host memory and back bit for bit, whatever their layers' widths, and nothing else is touched."""
+"""Pages go to host memory and back bit for bit, whatever their layers' widths, and nothing else changes."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from sglang_kvq.formats.planes import PlaneCode, PlaneFormat
 
 TWO, FOUR = PageFormat(64, 64), PageFormat(64, 64, k=CodeFormat(4), v=CodeFormat(3))
 PLANES = PlaneFormat(64, PlaneCode((4, 3, 1, 0)), PlaneCode((3, 2, 2, 1)))
-#: Layers of one store do not lie next to each other.
+#: Formats of layers; with mixed formats, layers of one store are not adjacent.
 FORMATS = {"two-bits": (TWO, TWO), "mixed": (TWO, FOUR, PLANES, TWO, FOUR), "planes": (PLANES,) * 3}
 PAGES, HOST_PAGES, POISON = 9, 14, 0xFF
-#: Neither set in order, and the first page, the last one and the padding's neighbour among them.
+#: Page numbers, unordered; they include the first and last host page and page 1, next to the padding page.
 SOURCE, THERE, BACK = [7, 1, 9, 3], [13, 2, 0, 6], [2, 5, 4, 8]
 
 
@@ -29,11 +29,11 @@ def ids(pages: list[int]) -> torch.Tensor:
 
 
 def pool_of(formats, kv_heads: int = 3, device: str = "cpu") -> PagePool:
-    """Records of random bytes."""
+    """Returns a pool whose records hold random bytes."""
     table = torch.zeros(1, PAGES * PAGE_SIZE, dtype=torch.int32, device=device)
     pool = PagePool.allocate(formats, kv_heads=kv_heads, pages=PAGES, slots=1, req_to_token=table)
     for store in pool.stores:
-        store.records.random_(POISON)  # all but the poison
+        store.records.random_(POISON)  # any byte but the poison
     return pool
 
 
@@ -83,7 +83,7 @@ def test_load_fills_one_layers_pages_and_nothing_else(pool):
 
 
 def test_pages_come_back_bit_for_bit(pool):
-    """To other pages, of another pool of the same records."""
+    """Pages are loaded into other pages of another pool with the same formats."""
     layout, other = HostLayout(pool), pool_of(pool.formats)
     host = poisoned(HOST_PAGES, layout.page_bytes)
     layout.backup(pool, ids(SOURCE), host, ids(THERE))
@@ -114,7 +114,7 @@ def test_no_pages_are_no_work(pool):
 
 
 def test_parts_are_aligned_where_records_are_not():
-    """No format of ours has such records."""
+    """Tests record sizes that none of our formats has."""
     widths = (24, 16, 8)
     pool = SimpleNamespace(
         records=tuple(torch.randint(0, POISON, (5, 1, n), dtype=torch.uint8) for n in widths),

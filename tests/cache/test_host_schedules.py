@@ -1,6 +1,6 @@
-"""Host memory behind random schedules: whatever happens while copies are under way, every page holds what it must.
+"""With host memory and random schedules, every page holds what it must, whatever happens while copies are in progress.
 
-The faults at the end show that orders which would corrupt a cache now and then are found.
+The faults at the end of this file show that the schedules find orders which would corrupt a cache only now and then.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ POLICIES = {"write-through": False, "write-back": True}
 
 
 def hosted(rng: random.Random, write_back: bool, overlap: bool = True, **more) -> Model:
-    """A pool under pressure, before a host of half to twice its pages."""
+    """Returns a model with a pool under pressure, and a host with half to twice as many pages."""
     model = random_model(rng, overlap, **more)
     return model.add_host(rng.randint(model.pages // 2, 2 * model.pages), rng, write_back=write_back)
 
@@ -39,7 +39,7 @@ def run(seed: int, write_back: bool, overlap: bool, events: int = 80, drafts: in
 @pytest.mark.parametrize("write_back", POLICIES.values(), ids=POLICIES)
 @pytest.mark.parametrize("overlap", OVERLAP.values(), ids=OVERLAP)
 def test_random_schedules(overlap, write_back):
-    """Loads and backups meet copies, folds, evictions, flushes, and requests that leave before their load is done."""
+    """Loads and backups overlap with copies, folds, evictions, flushes, and requests that leave early."""
     seed = {(False, False): 700, (True, False): 702, (False, True): 703, (True, True): 707}[overlap, write_back]
     model = run(seed, write_back, overlap)
     assert model.host.loads > 30 and model.host.backups > 30
@@ -55,7 +55,7 @@ def test_random_schedules_with_drafts(drafts, write_back):
 
 @each(write_back=POLICIES, overlap=OVERLAP)
 def test_random_conversations_keep_first_tokens(write_back, overlap, monkeypatch):
-    """A first page that comes from the host has its first token from the record; others keep theirs."""
+    """A first page that comes from the host has its first token from the record; other first pages keep theirs."""
     monkeypatch.setattr(sink_token_cache, "PAGES_PER_ENTRY", 8)
     rng = random.Random(900 + write_back)
     model = Model(40, 2 * 3 + 1, 2, 1, 1, overlap=overlap, format=PLANES).add_host(60, rng, write_back=write_back)
@@ -76,10 +76,10 @@ def test_a_prefix_that_was_evicted_comes_back_from_the_host(write_back):
     model.host.settle()
     model.evict(20)
     assert not model.tree and len(model.host.held) == 6
-    rng.random = lambda: 0.5  # load
+    rng.random = lambda: 0.5  # always load
     again = model.start(tokens)
     assert again.stored == 6 * P
-    assert model.extend([(again, 5)])  # reads all of it, and compares
+    assert model.extend([(again, 5)])  # reads all of it and compares
     model.land()
     again.tokens.append(3)
     assert model.decode([again])
@@ -90,14 +90,14 @@ def test_a_prefix_that_was_evicted_comes_back_from_the_host(write_back):
 
 
 class NothingFirst(TierManager):
-    """Events still wait when pages are copied."""
+    """A faulty manager: events are still pending when pages are copied."""
 
     def _apply_for_copy(self, what: str, pages: torch.Tensor) -> None:
         pass
 
 
 class Late(TierManager):
-    """Work that the next plan does, after its own."""
+    """A faulty manager that does some work only after the next plan."""
 
     def _set_up(self) -> None:
         super()._set_up()
@@ -111,7 +111,7 @@ class Late(TierManager):
 
 
 class LateMarks(Late):
-    """Loaded pages count as quantized only after the next plan."""
+    """A faulty manager: loaded pages count as quantized only after the next plan."""
 
     def before_load(self, pages: torch.Tensor) -> None:
         self._apply_for_copy("before_load", pages)
@@ -119,7 +119,7 @@ class LateMarks(Late):
 
 
 class LateRecords(Late):
-    """Pages are quantized after the copy."""
+    """A faulty manager: pages are quantized after the copy."""
 
     def before_backup(self, pages: torch.Tensor) -> None:
         self._apply_for_copy("before_backup", pages)
@@ -127,14 +127,14 @@ class LateRecords(Late):
 
 
 class NoMarks(TierManager):
-    """Loaded pages never count as quantized."""
+    """A faulty manager: loaded pages never count as quantized."""
 
     def before_load(self, pages: torch.Tensor) -> None:
         self._apply_for_copy("before_load", pages)
 
 
 def found(write_back: bool, manager: type[TierManager] = TierManager) -> bool:
-    """Whether one of some schedules fails."""
+    """Returns whether one of some schedules fails."""
     for seed in range(12):
         try:
             run(1000 + seed, write_back, seed % 2 == 0, 60, manager=manager)
@@ -149,7 +149,7 @@ def test_tiers_that_do_their_work_late_are_found(manager):
 
 
 def never(*_) -> None:
-    """Nothing."""
+    """Does nothing."""
 
 
 FAULTS = {

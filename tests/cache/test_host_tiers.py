@@ -1,4 +1,4 @@
-"""What tiers do before pages are copied to host memory, and before they are copied back."""
+"""Tiers prepare pages before they are copied to host memory and before they are loaded."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def ids(*pages: int) -> torch.Tensor:
 
 
 def started(**more) -> tuple[Model, Request, torch.Tensor]:
-    """A request of five whole pages and a half, published; sinks and two recent pages are in BF16 only."""
+    """Returns a published request of five and a half pages; its sink and two recent pages are only in BF16."""
     m = model(**more)
     request = prefill(m, list(range(5 * P + 30)))
     pages = ids(*m.row_pages(request, 5 * P))
@@ -26,7 +26,7 @@ def started(**more) -> tuple[Model, Request, torch.Tensor]:
 
 
 def records_of(m: Model, request: Request, page: int) -> torch.Tensor:
-    """The record of page ``page`` of the request's tokens."""
+    """Returns the expected record of page ``page`` of the request's tokens."""
     k, v = request.expected(page * P, page * P + P).permute(1, 0, 2)[:, None, None]
     return m.format.quantize_pages(k, v)[0]
 
@@ -66,7 +66,7 @@ def test_a_copy_that_waits_is_backed_up_filled():
 
 
 def test_a_copy_of_what_a_load_overwrites_comes_first():
-    """The source was freed, and the load got its page."""
+    """A pending copy whose source was freed runs before a load that was given the source's page."""
     m, request, pages = started()
     m.leave(request, publish=True)
     (target,) = m.take_pages(1)

@@ -1,4 +1,4 @@
-"""The one memory budget, divided in bytes."""
+"""The one memory budget is divided in bytes."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_the_requests_asked_for_come_before_the_window_of_a_prefill():
 
 
 def test_bf16_pages_are_not_counted_as_token_room():
-    """Predecessors admitted requests into BF16 slots: capacity is INT2 pages only."""
+    """Earlier systems admitted requests into BF16 slots; here only quantized pages count as capacity."""
     few = divide(KVQuantConfig("oscar"), QWEN3_8B, pages=100, slots=20)
     many = divide(KVQuantConfig("oscar"), QWEN3_8B, pages=100, slots=90)
     assert few.tokens == many.tokens == 6400
@@ -89,7 +89,10 @@ def test_requests_are_limited_by_tokens_and_by_windows():
 
 
 def test_requests_that_may_lose_recent_pages_are_more():
-    """Each keeps its sink and the page being filled; what one prefill batch writes has room besides."""
+    """More requests fit if they may lose recent pages: each keeps its sink and the page being filled.
+
+    There is also room for what one prefill batch writes.
+    """
     config, whole = KVQuantConfig("oscar", recent_min=0), KVQuantConfig("oscar")
     assert config.slots_per_request == 6
     assert [config.pinned_slots(n) for n in (1, 2, 65, 66, 900)] == [2, 3, 3, 4, 6]

@@ -1,4 +1,4 @@
-"""Events of the scheduler, packed for one copy and one kernel."""
+"""Events of the scheduler are packed for one copy and one kernel."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_frees_in_a_row_are_one_and_rows_come_last():
 
 
 def test_moves_in_a_row_stay_apart():
-    """A later one may name pages of an earlier one."""
+    """Moves are not joined, because a later one may name pages of an earlier one."""
     pending = PendingOps()
     for own, kept in ((ids(1, 2), ids(3, 4)), (ids(3), ids(5))):
         pending.fill_move(pending.reserve_move(), own, kept)

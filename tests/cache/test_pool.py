@@ -1,4 +1,4 @@
-"""Pools whose layers differ: stores by layout, clip ranks as data, sizes that add up, attention over all of it."""
+"""Pools with different layers: stores by layout, clip ranks as data, sizes that add up, and attention."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_bf16_pages_become_records_of_each_layers_own_format():
 
 @pytest.mark.parametrize("name", METHOD_NAMES)
 def test_decode_and_prefill_read_what_was_written(name):
-    """Through the backend's own calls: attention over records equals attention over the values that they decode to."""
+    """Attention over records, through the backend's own calls, equals attention over their decoded values."""
     if get_method(name).planes:
         format = PlaneFormat(64, PlaneCode((4, 3, 1, 0)), PlaneCode((3, 2, 2, 1)))
     else:

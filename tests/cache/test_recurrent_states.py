@@ -1,4 +1,4 @@
-"""How memory is divided between recurrent states and the KV cache: both run out together."""
+"""Memory is divided between recurrent states and the KV cache so that both run out together."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ QWEN3_NEXT = RequestNeeds(
 
 
 def parts(budget: float, needs: RequestNeeds, wanted: int | None = None) -> tuple[float, float, int, int]:
-    """Bytes of states and of the cache, requests and tokens of each."""
+    """Returns bytes of states, bytes of the cache, the number of requests, and tokens per request."""
     share = share_states(budget, needs, wanted)
     states = budget * share.ratio / (1 + share.ratio)
     return states, budget - states, share.requests, share.tokens
 
 
 def test_a_request_keeps_the_tokens_it_would_have_in_bf16():
-    """At SGLang's ratio BF16 runs 84 of them with 17 thousand tokens each; now more run, with no fewer tokens."""
+    """SGLang's ratio allows 84 BF16 requests with 17 thousand tokens each; here more run, with no fewer."""
     budget, request = 64 * GIB, QWEN3_NEXT.states * QWEN3_NEXT.state_bytes
     bf16_states = budget * SGLANG_RATIO / (1 + SGLANG_RATIO)
     bf16_requests = int(bf16_states / request)
@@ -42,13 +42,13 @@ def test_a_request_keeps_the_tokens_it_would_have_in_bf16():
 
 
 def test_bf16_itself_gets_sglangs_ratio():
-    """Where nothing is saved nothing changes, but for the BF16 pages."""
+    """If quantization saves nothing, the ratio stays SGLang's, except for the share of BF16 pages."""
     plain = replace(QWEN3_NEXT, token_bytes=QWEN3_NEXT.bf16_token_bytes, window_bytes=1, bf16_budget=1e-6)
     assert share_states(64 * GIB, plain).ratio == pytest.approx(SGLANG_RATIO, rel=1e-3)
 
 
 def test_fewer_requests_leave_the_rest_to_conversations():
-    """Each of those takes one state and its tokens."""
+    """A limit on requests leaves the remaining memory to idle conversations, each with one state and its tokens."""
     budget = 64 * GIB
     most = share_states(budget, QWEN3_NEXT).requests
     states, cache, requests, tokens = parts(budget, QWEN3_NEXT, wanted=8)
@@ -85,7 +85,7 @@ def test_nothing_to_divide():
 
 @pytest.mark.parametrize("wanted", [8, 48, 1000])
 def test_drafts_are_counted_for_those_that_run(wanted):
-    """SGLang takes a number of states from the ratio as if all had drafts, then only those that may run."""
+    """SGLang sizes states as if all had drafts, but then allocates drafts only for running requests."""
     budget, needs = 64 * GIB, replace(QWEN3_NEXT, states=5 + 4, drafts=4)
     share = share_states(budget, needs, wanted)
     told = budget * share.ratio / (1 + share.ratio)
@@ -94,7 +94,7 @@ def test_drafts_are_counted_for_those_that_run(wanted):
     left = budget - (count + 4 * running) * needs.state_bytes
     assert running >= share.requests > 0 and left * 0.1 >= share.requests * needs.window_bytes * 0.999
     kept = count - 5 * share.requests
-    if wanted == 8:  # the rest is for conversations, of one state and as many tokens as a request
+    if wanted == 8:  # the rest is for conversations with one state and as many tokens as a request
         tokens = (left - 8 * needs.cache_bytes(needs.tokens)) * 0.9 / needs.token_bytes / kept
         assert kept > 100 and tokens == pytest.approx(needs.tokens, rel=0.01)
     else:

@@ -1,4 +1,4 @@
-"""Long random schedules keep pool, tiers and tree true to the dictionary model."""
+"""Long random schedules keep pool, tiers and tree equal to the dictionary model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_random_schedules(seed, overlap):
 
 @each(drafts=[1, 4], overlap=OVERLAP)
 def test_random_schedules_of_soft_windows(drafts, overlap):
-    """With BF16 pages for fewer windows than run, recent pages give way, and nothing else changes."""
+    """If BF16 pages suffice for fewer windows than requests run, recent pages are taken and nothing else changes."""
     shortened = 0
     for seed in few([1, 2, 0], 1):
         rng = random.Random(400 + seed)
@@ -37,7 +37,7 @@ def test_random_schedules_of_soft_windows(drafts, overlap):
 
 @each(seed=few(range(8), 2), overlap=OVERLAP)
 def test_random_schedules_of_a_shared_memory(seed, overlap):
-    """Whatever the boundary moves past, batches read what was written."""
+    """Batches read what was written, whatever pages the boundary passes."""
     rng = random.Random(600 + seed)
     driver = Driver(shared_model(rng, overlap=overlap, look_every=4), rng)
     driver.run(100)
@@ -61,7 +61,7 @@ def test_a_shared_memory_keeps_first_tokens_and_shrinks_windows(kind, overlap):
 
 @pytest.mark.parametrize("seed", few(range(3), 1))
 def test_windows_are_whole_where_there_is_room(seed):
-    """Bit for bit what they are without ``kept_pages``."""
+    """While there is room, tables are bit for bit what they are without ``kept_pages``."""
     tables = []
     for kept in (None, 0):
         rng = random.Random(500 + seed)
@@ -79,8 +79,7 @@ def test_windows_are_whole_where_there_is_room(seed):
 
 @each(pages_per_entry=[1, 8], overlap=OVERLAP)
 def test_random_schedules_keep_first_tokens(pages_per_entry, overlap, monkeypatch):
-    """Whatever takes BF16 pages, a first page is read with its first token as it was written, while there are
-    entries."""
+    """A first page is read with its first token as written, whatever takes BF16 pages, as long as there are entries."""
     monkeypatch.setattr(sink_token_cache, "PAGES_PER_ENTRY", pages_per_entry)
     restored = unkept = 0
     for seed in few(range(4), 1):
@@ -95,7 +94,7 @@ def test_random_schedules_keep_first_tokens(pages_per_entry, overlap, monkeypatc
 
 @each(drafts=[2, 4, 5, 7, 64], overlap=OVERLAP)
 def test_random_schedules_with_drafts(drafts, overlap):
-    """Whatever is rejected, pages hold committed tokens once they are records, or belong to the tree."""
+    """Whatever is rejected, pages that become records or belong to the tree hold only committed tokens."""
     rng = random.Random(200 + drafts)
     driver = Driver(random_model(rng, overlap, look_every=4), rng, drafts=drafts)
     driver.run(90)

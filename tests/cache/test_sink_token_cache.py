@@ -1,4 +1,4 @@
-"""First tokens outlive the BF16 pages of their pages, where the format of records asks for it."""
+"""First tokens outlive the BF16 copies of their pages, if the record format asks for it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LAYERS, HEADS = 2, 2
 
 @pytest.fixture(autouse=True)
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No more entries than pages pay for, however small the pool."""
+    """Allows no more cache entries than the number of pages gives, however small the pool is."""
     monkeypatch.setattr("sglang_kvq.cache.sink_token_cache.LEAST_ENTRIES", 0)
 
 
@@ -51,7 +51,7 @@ def prompt(kind: int, length: int = 5 * P) -> list[int]:
 
 
 def press(m: Model) -> None:
-    """Two conversations take every BF16 copy that can be taken, and leave nothing in the tree."""
+    """Makes two conversations take every BF16 copy that can be taken, and leave nothing in the tree."""
     pressing = [prefill(m, prompt(kind, 400), publish=False) for kind in (50, 60)]
     for request in pressing:
         m.leave(request, publish=False)
@@ -63,7 +63,7 @@ def first_page(m: Model, text: list[int]) -> int:
 
 
 def idle(m: Model, text: list[int], publish: bool = True) -> int:
-    """A conversation that was prefilled and left, whose BF16 copies were then taken; its first page."""
+    """Prefills a conversation, ends it, and lets others take its BF16 copies. Returns its first page."""
     m.leave(prefill(m, text, publish=publish), publish=True)
     page = first_page(m, text)
     press(m)
@@ -72,7 +72,7 @@ def idle(m: Model, text: list[int], publish: bool = True) -> int:
 
 
 def again(m: Model, text: list[int], tail: int = 30) -> Request:
-    """It goes on; the model checks what is read."""
+    """Goes on with a conversation; the model checks what is read."""
     request = m.start(text[: len(text) // P * P] + [5] * tail)
     assert request.stored >= P and m.extend([(request, len(request.tokens) - request.stored)])
     return request
@@ -84,7 +84,7 @@ def again(m: Model, text: list[int], tail: int = 30) -> Request:
 def keep(
     sink_cache: SinkTokenCache, pages: list[int], given: torch.Tensor, step: int, bf16_pages: Sequence[int] = (), **more
 ):
-    """Keeps tokens of pages, 0 for those that are not wanted, while some have BF16 copies."""
+    """Keeps tokens of pages while some of the pages have BF16 copies; 0 means a page that is not wanted."""
     slots = torch.full((len(sink_cache.entry),), -1, dtype=torch.int32)
     slots[ids(*bf16_pages)] = 1
     sink_cache.keep(ids(*pages), ids(*pages) > 0, given, slots, step, **more)
@@ -117,7 +117,7 @@ def test_pages_take_free_entries_and_give_them_back():
 
 @pytest.mark.parametrize("apart", [1, 2, 4, 8, 9])
 def test_nothing_is_lost_while_there_are_entries(apart):
-    """However the pages that begin conversations lie, one or many at a time."""
+    """No first token is lost while entries are free, however far apart the pages lie, kept one or many at a time."""
     sink_cache, given = table(80), tokens(9)
     pages = [1 + apart * i for i in range(sink_cache.count)]
     assert len(pages) == 9
@@ -235,7 +235,7 @@ def test_two_requests_of_a_batch_share_what_is_restored():
 
 
 def test_pages_that_a_batch_writes_and_those_it_restores_fit_when_all_rows_run():
-    """The sink of every request was lost, and the rows' windows are all there is."""
+    """Every request has lost its sink, and the BF16 pages just suffice for the rows' windows."""
     m = model(slots=12, rows=3)
     texts = [prompt(kind, 4 * P) for kind in range(3)]
     for text in texts:
@@ -268,13 +268,13 @@ def test_of_more_idle_conversations_than_entries_the_oldest_is_read_from_its_rec
 
 
 def test_a_page_with_an_bf16_page_leaves_its_entry_to_others():
-    """And gets another when that is taken."""
+    """A page with a BF16 copy gives its entry up when others need it, and gets another entry when the copy is taken."""
     m = Model(90, 8, 2, 1, 2, format=PLANES)
     n = m.pool.sink_cache.count
     texts = [prompt(kind) for kind in range(n + 1)]
     pages = [idle(m, text) for text in texts[:n]]
     running = again(m, texts[0])
-    for text in (texts[n], *(prompt(kind, 400) for kind in (50, 60, 70))):  # in what is left of the BF16 pages
+    for text in (texts[n], *(prompt(kind, 400) for kind in (50, 60, 70))):  # into the remaining BF16 pages
         m.leave(prefill(m, text), publish=True)
     pages.append(first_page(m, texts[n]))
     kept = m.pool.sink_cache.kept(ids(*pages))
@@ -335,7 +335,7 @@ def test_a_fold_keeps_its_first_token_if_its_first_page_is_whole(whole):
 
 
 def copy_that_waits(m: Model, text: list[int]) -> list[int]:
-    """A copy of a conversation that no request has run with yet; the tokens that stand for it."""
+    """Copies a conversation that no request has run with yet. Returns the tokens that name the copy."""
     m.leave(prefill(m, text), publish=True)
     waiting = m.select(tuple(text), [0, 2, 3], [7] * 50)
     names = waiting.tokens[: 3 * P]
@@ -346,7 +346,7 @@ def copy_that_waits(m: Model, text: list[int]) -> list[int]:
 
 @pytest.mark.parametrize("kind", ["fold", "copy"])
 def test_a_fold_or_copy_that_nothing_ran_with_keeps_its_first_token_when_its_bf16_page_is_taken(kind):
-    """It had an entry, which went to another conversation while it had a BF16 copy."""
+    """Its entry went to another conversation while it had a BF16 copy, so it needs a new one."""
     m = Model(90, 8, 2, 1, 2, format=PLANES)
     texts = [prompt(n) for n in range(m.pool.sink_cache.count - 1)]
     for text in texts:
@@ -363,7 +363,7 @@ def test_a_fold_or_copy_that_nothing_ran_with_keeps_its_first_token_when_its_bf1
     m.tiers.slot_stamp[m.pool.page_slot[first_page(m, other)]] = 0  # the next to be taken
     m.leave(prefill(m, prompt(50, 400), publish=False), publish=False)
     assert bool(m.pool.sink_cache.kept(ids(first_page(m, other)))) and int(m.pool.page_slot[page]) > 0
-    for text in [*texts[:2], *([prompt(40)] if kind == "copy" else [])]:  # entries are free again
+    for text in [*texts[:2], *([prompt(40)] if kind == "copy" else [])]:  # entries become free again
         m.release([m.tree.pop(tuple(text[:end])) for end in range(5 * P, 0, -P)])
     m.tiers.apply_pending()
     press(m)
@@ -375,7 +375,7 @@ def test_a_fold_or_copy_that_nothing_ran_with_keeps_its_first_token_when_its_bf1
 
 @pytest.mark.parametrize("kind", ["fold", "copy"])
 def test_a_fold_or_copy_with_an_bf16_page_takes_no_entry_from_who_idles(kind):
-    """All entries are taken, and it needs none."""
+    """All entries are taken, and a page with a BF16 copy needs none."""
     m = Model(90, 8, 2, 1, 2, format=PLANES)
     pages = [idle(m, prompt(n)) for n in range(m.pool.sink_cache.count)]
     assert m.pool.sink_cache.kept(ids(*pages)).all()
@@ -390,7 +390,7 @@ def test_a_fold_or_copy_with_an_bf16_page_takes_no_entry_from_who_idles(kind):
 
 
 def test_a_copy_of_a_copy_begins_with_the_first_token_before_any_plan():
-    """Neither has a BF16 copy: all are pinned, or taken."""
+    """Neither copy has a BF16 copy, because all BF16 pages are pinned or taken."""
     m, text = model(), prompt(0)
     source = idle(m, text)
     first, second = m.take_pages(2)
@@ -405,7 +405,7 @@ def test_a_copy_of_a_copy_begins_with_the_first_token_before_any_plan():
 
 
 def test_bf16_pages_of_layers_of_any_format_are_restored():
-    """Where layers differ, one that needs it decides for all."""
+    """If the layers' formats differ, one layer that needs first tokens decides for all."""
     formats = [PLANES, PageFormat(64, 64, 0.96, 0.92)]
     r2t = torch.zeros(2, 4 * P, dtype=torch.int32)
     pool = PagePool.allocate(formats, kv_heads=HEADS, pages=20, slots=4, req_to_token=r2t)
@@ -439,7 +439,7 @@ def test_the_integrity_check_sees(damage):
 
 
 def test_the_oracle_sees_a_token_that_is_lost_while_entries_are_free(monkeypatch):
-    """Invariant 12: the model refuses it at the plan that loses it."""
+    """Invariant 12: the model reports the loss at the plan that causes it."""
     m, text = model(), prompt(0)
     m.leave(prefill(m, text), publish=True)
     monkeypatch.setattr(m.pool.sink_cache, "keep", lambda *args, **kwargs: None)

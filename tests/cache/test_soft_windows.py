@@ -1,4 +1,4 @@
-"""Order in which BF16 copies are taken, if running requests may lose recent pages."""
+"""The order in which BF16 copies are taken if running requests may lose recent pages."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PAGES = 9
 
 
 class Rows:
-    """Three rows of nine pages each, with a sink page and three recent ones; row r's page i is 9 (r - 1) + i + 1."""
+    """Three rows of nine pages, with a sink page and three recent ones; row r's page i is 9 (r - 1) + i + 1."""
 
     def __init__(self, slots: int, **more: int) -> None:
         ids = torch.arange(3 * PAGES).view(3, PAGES) + 1
@@ -24,20 +24,20 @@ class Rows:
         self.tiers = TierManager(pool, 1, 3, lambda *batch: None, None, **more)
 
     def prefill(self, row: int, begin: int, end: int) -> None:
-        """Stores pages begin to end; those before the window go straight to records."""
+        """Stores pages ``begin`` to ``end``; pages before the window are quantized directly."""
         direct = [9 * (row - 1) + i + 1 for i in range(max(begin, 1), end - 3)]
         rows, lens = torch.tensor([row]), torch.tensor([end * P])
         self.tiers.plan_extend(rows, torch.tensor([begin * P]), lens, end * P, torch.tensor(direct, dtype=torch.int64))
 
     def held(self, row: int) -> list[int]:
-        """Indices of the row's pages with BF16 copies."""
+        """Returns indices of the row's pages that have BF16 copies."""
         slots = self.tiers.pool.page_slot[9 * (row - 1) + 1 : 9 * row + 1]
         return (slots > 0).nonzero().flatten().tolist()
 
 
 @pytest.fixture
 def full() -> Rows:
-    """Rows 1 and 2 hold all BF16 pages: a sink page and three recent ones each."""
+    """Returns rows of which 1 and 2 hold all BF16 pages: a sink page and three recent ones each."""
     rows = Rows(slots=8, kept_pages=0)
     rows.prefill(1, 0, 5)
     rows.prefill(2, 0, 5)
@@ -48,7 +48,7 @@ def full() -> Rows:
 def test_windows_shrink_evenly_from_their_far_ends(full):
     full.prefill(3, 0, 2)
     assert (full.held(1), full.held(2), full.held(3)) == ([0, 3, 4], [0, 3, 4], [0, 1])
-    full.prefill(3, 2, 4)  # its own page 1 is the farthest, then one of those that are next to the end
+    full.prefill(3, 2, 4)  # takes its own page 1, which is the farthest, then a page next to the end
     assert full.held(3) == [0, 2, 3] and sorted([full.held(1), full.held(2)]) == [[0, 3, 4], [0, 4]]
     assert int(full.tiers.errors) == 0
 
@@ -63,7 +63,7 @@ def test_sinks_and_the_pages_being_written_stay(full):
     full.prefill(3, 0, 4)
     assert (full.held(1), full.held(2), full.held(3)) == ([0, 4], [0, 4], [0, 1, 2, 3])
     assert int(full.tiers.errors) == 0
-    full.prefill(3, 4, 8)  # needs three more: its own, which it has left behind or does not write
+    full.prefill(3, 4, 8)  # needs three more and takes its own: pages left behind or not written now
     assert (full.held(1), full.held(2), full.held(3)) == ([0, 4], [0, 4], [0, 5, 6, 7])
     assert int(full.tiers.errors) == 0
 
@@ -79,7 +79,7 @@ def test_pages_that_are_kept(kept, left):
 
 
 def test_pages_of_drafts_stay():
-    """A step of 70 tokens may write three pages, as it begins before what the row counts."""
+    """A step of 70 tokens may write to three pages, because it begins before the length that the row counts."""
     rows = Rows(slots=8, kept_pages=0, written=70)
     rows.prefill(1, 0, 5)
     rows.prefill(2, 0, 5)

@@ -1,4 +1,4 @@
-"""Division of one memory: what fits beside what, and where the boundary goes."""
+"""One memory is divided: which numbers of pages and BF16 pages fit together, and where the boundary goes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ WINDOWS = st.builds(
 
 @given(st.integers(1, 10**8))
 def test_pages_begin_at_odd_multiples(size):
-    """Multiples of 256 that no larger power of two divides."""
+    """Padded sizes are multiples of 256 that no larger power of two divides."""
     assert padded(size) >= size and padded(size) % 512 == 256 and padded(size) - size < 512
 
 
@@ -61,7 +61,7 @@ def test_what_is_in_use_fits_and_windows_are_whole_where_they_can_be(arena, wind
             assert pages > room and before == (split.first_slot, split.slots, split.pages), "nothing moved"
             continue
         assert pages <= split.pages and split.slots >= windows.needed(rows)
-        spared = arena.slots // 64 // 4  # so that the next page need not move the boundary
+        spared = arena.slots // 64 // 4  # room so that the next page need not move the boundary
         assert split.slots >= min(windows.wanted(rows), arena.slots_beside(pages)) - spared
         if before[1] >= windows.wanted(rows) and before[2] >= pages:
             assert split.slots >= before[1], "the boundary stays where all fits"
@@ -79,7 +79,7 @@ def test_the_smallest_memory_has_no_slot_to_spare(pages, slots):
 
 
 def test_the_boundary_moves_by_steps():
-    """A page more does not move it again."""
+    """Adding one more page rarely moves the boundary again."""
     windows = WindowSlots(6, 2, 10)
     arena = Arena(100, 700, 1000, 10**9)
     split = Split(replace(arena, pages=arena.pages_beside(windows.needed(1))), windows)
@@ -108,7 +108,7 @@ def test_cached_pages_give_way_to_windows_but_those_in_use_do_not():
 
 
 def test_records_and_bf16_pages_share_their_bytes():
-    """Pages and slots of all layers lie where the arena says, layers of two formats included."""
+    """Pages and slots of all layers lie where the arena says, even if layers have two formats."""
     formats = [PageFormat(64, 64, 0.96, 0.92), PageFormat(64, 32, 0.96, 0.92), PageFormat(64, 64, 0.96, 0.92)]
     heads, layers = 2, len(formats)
     page = padded(heads * sum(f.record_bytes for f in formats))

@@ -1,4 +1,4 @@
-"""Any order of scheduler events keeps pool, tiers and tree true to a dictionary model."""
+"""Any order of scheduler events keeps pool, tiers and tree equal to a dictionary model."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from tests.cache.schedules import Driver
 
 
 def prompt_tokens(kind: int, length: int) -> list[int]:
-    """Few distinct prompts, so that prefixes are shared, forked and duplicated.
+    """Returns a prompt of few distinct kinds, so that prefixes are shared, forked and duplicated.
 
-    Prompts of one kind are prefixes of each other; kinds 0 and 1 part at token 150.
+    Prompts of one kind are prefixes of each other; kinds 0 and 1 differ from token 150 on.
     """
     return [i % 251 if kind == 0 or (kind == 1 and i < 150) else (i * kind + 5) % 241 for i in range(length)]
 
@@ -36,7 +36,7 @@ class Scheduler(RuleBasedStateMachine):
         rng=st.randoms(use_true_random=False),
     )
     def build(self, rows, sinks, recent, spare, pages, overlap, drafts, format, prefill_pages, host, rng):
-        # One BF16 page per row beyond its window: every row may resume in the middle of a page.
+        # Each row has one BF16 page beyond its window, because it may resume in the middle of a page.
         slots = rows * (sinks + recent + 2) + spare
         more = {"overlap": overlap, "format": format, "prefill_pages": prefill_pages}
         model = Model(pages, slots, rows, sinks, recent, **more)
@@ -70,19 +70,19 @@ class Scheduler(RuleBasedStateMachine):
     @precondition(lambda self: self.driver.decoding)
     @rule(data=st.data(), extra=st.integers(1, 100))
     def fork(self, data, extra):
-        """A new request with another's whole conversation and one more turn."""
+        """Starts a request with another's whole conversation and one more turn."""
         source = data.draw(st.sampled_from(self.driver.decoding))
         self.driver.start(source.tokens[: source.stored] + [9] * extra)
 
     @rule()
     def select(self):
-        """A new request with some pages of what the tree holds."""
+        """Starts a request with some pages from the tree."""
         self.driver.select()
 
     @precondition(lambda self: self.running())
     @rule(data=st.data(), publish=st.booleans())
     def fold(self, data, publish):
-        """A request ends, and one goes on from some of its tokens."""
+        """Ends a request, and starts one that goes on from some of its tokens."""
         self.driver.fold(data.draw(st.sampled_from(self.running())), publish)
 
     @rule(count=st.integers(1, 5))
@@ -91,12 +91,12 @@ class Scheduler(RuleBasedStateMachine):
 
     @rule()
     def submit_backups(self):
-        """Before the results of a batch are processed, whose end usually does."""
+        """Submits backups before the results of a batch are processed; usually that happens at their end."""
         self.driver.model.submit_backups()
 
     @rule()
     def land(self):
-        """The device catches up with the host."""
+        """Lets the device catch up with the host."""
         self.driver.model.land()
 
     @precondition(lambda self: not self.running())

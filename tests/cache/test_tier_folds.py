@@ -1,4 +1,4 @@
-"""Pages that are filled with chosen tokens: what the plan after it makes of records and BF16 pages."""
+"""The plan after a fold or copy gives the filled pages correct records and BF16 copies."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ SINK = list(range(P))
 
 
 def chosen(count: int, length: int, seed: int = 0) -> list[int]:
-    """A sink page, then tokens of the others in their order."""
+    """Returns a sink page's tokens, then random tokens of the other pages in their order."""
     return [*SINK, *sorted(random.Random(seed).sample(range(P, length), count - P))]
 
 
 def go_on(m: Model, names: list[int], tail: int = 100) -> Request:
-    """A request behind what a fold kept; its reads are checked against the tokens that were chosen."""
+    """Starts a request on the kept tokens of a fold; the model checks its reads against the chosen tokens."""
     request = m.start([*names, *[9] * tail])
     assert request.stored == len(names)
     assert m.extend([(request, tail)])
@@ -45,7 +45,7 @@ def test_sinks_are_bf16_pages_and_the_rest_is_records():
 
 
 def test_without_room_for_an_bf16_page_the_record_serves():
-    """While windows pin every slot; whose they are makes no difference."""
+    """If windows pin every slot, the record of the fold serves; it does not matter whose windows they are."""
     m = model(slots=8, rows=2)
     request = prefill(m, list(range(600)), publish=False)
     prefill(m, [5] * 600, publish=False)
@@ -60,7 +60,7 @@ def test_without_room_for_an_bf16_page_the_record_serves():
 
 @pytest.mark.parametrize("kind", ["fold", "copy"])
 def test_the_sink_of_a_fold_or_copy_keeps_its_bf16_page_longer_than_window_pages(kind):
-    """Other conversations idle with younger window pages, and a new one takes BF16 pages."""
+    """Idle conversations have younger window pages, and a new one takes those BF16 pages before the sink's."""
     m = Model(60, 8, 2, 1, 2)
     source = prefill(m, list(range(5 * P)), publish=kind == "copy")
     if kind == "fold":
@@ -98,7 +98,7 @@ def test_what_has_no_record_is_quantized_first_and_once():
 
 
 def test_sources_may_be_freed_and_filled_again_before_the_plan():
-    """What the first fold read is the second one's target; the plan comes after both."""
+    """The second fold writes to pages that the first one reads; the plan comes after both."""
     m = model(pages=18, slots=14, rows=2)
     first, second = prefill(m, list(range(6 * P)), publish=False), prefill(m, [3] * (6 * P), publish=False)
     old = set(m.row_pages(first, 6 * P))

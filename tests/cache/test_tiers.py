@@ -1,4 +1,4 @@
-"""The tiers' invariants, one by one, and the failures of earlier systems."""
+"""The tiers' invariants, one by one, and failures of earlier systems."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_chunked_prefill_may_wrap_the_window_any_number_of_times(chunk):
 
 
 def test_codes_are_the_same_whichever_path_wrote_them():
-    """One prefill, odd chunks, decoding, and re-prefill after retraction leave identical records."""
+    """One prefill, odd chunks, decoding, and a new prefill after retraction leave identical records."""
     tokens = [i % 89 for i in range(8 * P)]
     records = []
     for way in ("whole", "chunks", "decode", "retracted"):
@@ -93,7 +93,7 @@ def test_codes_are_the_same_whichever_path_wrote_them():
 def test_a_prefill_reads_bf16_as_far_back_as_bf16_pages_are_left():
     m = model(prefill_pages=4)
     request = prefill(m, list(range(10 * P)), [P] * 10)
-    prefix = 9 * P  # of the last chunk, whose window begins at page 7
+    prefix = 9 * P  # prefix of the last chunk, whose window begins at page 7
     assert ranges(m, request) == (P, prefix - (2 + 4) * P)
     generate(m, request, 1)
     assert ranges(m, request) == (P, 8 * P), "decoding reads records"
@@ -102,7 +102,7 @@ def test_a_prefill_reads_bf16_as_far_back_as_bf16_pages_are_left():
     assert ranges(m, request) == (P, 8 * P), "a request that decodes in a prefill's batch, too"
     assert m.extend([(request, 2)])
     assert ranges(m, request) == (P, (8 - 4) * P)
-    other = prefill(m, list(range(1000, 1000 + 21 * P)), [P] * 21)  # takes the BF16 pages used the longest ago
+    other = prefill(m, list(range(1000, 1000 + 21 * P)), [P] * 21)  # takes the least recently used BF16 pages
     request.tokens += [8, 9]
     assert m.extend([(request, 2)])
     assert ranges(m, request) == (P, 8 * P)
@@ -127,7 +127,7 @@ def test_next_turn_finds_the_window_still_in_bf16():
     generate(m, first, 12)
     m.leave(first, publish=True)
     second = m.start(first.tokens[:512] + [7] * 100)
-    assert second.stored == 512  # the answer too
+    assert second.stored == 512  # includes the answer
     assert m.extend([(second, 100)])
     assert ranges(m, second) == (P, (512 // P - 2) * P)
 
@@ -136,7 +136,7 @@ def test_a_window_taken_by_others_is_read_as_history_and_loses_nothing():
     m = model(slots=8, rows=2)
     first = prefill(m, [i % 50 for i in range(500)])
     m.leave(first, publish=True)
-    for kind in range(2):  # two running requests pin every BF16 copy there is room for
+    for kind in range(2):  # two running requests pin every BF16 copy that there is room for
         prefill(m, [(i * 3 + kind + 100) % 250 for i in range(400)])
     m.leave(m.running[0], publish=False)
     again = m.start(first.tokens + [1] * 10)
@@ -146,7 +146,7 @@ def test_a_window_taken_by_others_is_read_as_history_and_loses_nothing():
 
 
 def test_two_requests_computing_the_same_prompt_keep_one_copy_and_their_windows():
-    """A request repointed to the tree's pages takes its BF16 copies along."""
+    """A request that is repointed to the tree's pages transfers its BF16 copies to them."""
     m = model(slots=24)
     tokens = [i % 70 for i in range(450)]
     one, two = m.start(tokens), m.start(tokens)
@@ -175,7 +175,7 @@ def test_a_row_repointed_while_a_batch_runs_changes_nothing_that_it_reads(what):
         for request in (one, two):
             request.tokens.append(1)
         assert m.decode([one, two])
-    else:  # the second chunk reads what the first has stored
+    else:  # the second chunk reads what the first one stored
         lengths = {one: 600, two: 1000}
         assert m.extend([(two, 576)])
     for request, length in lengths.items():
@@ -216,7 +216,7 @@ def test_bf16_pages_move_when_the_tree_kept_pages_without_them():
     m.tiers.apply_pending()
     kept = [m.tree[tuple(tokens[: (i + 1) * P])] for i in range(7)]
     assert (m.pool.page_slot[kept[5:]] < 0).all(), "the setting: the tree's pages lost their BF16 copies"
-    # Computes the same tokens again without having hit the tree (as when both were admitted at once).
+    # A request that computed the same tokens without hitting the tree, as when both were admitted at once.
     twin = m.start([0])
     m.running.remove(twin)
     twin.tokens, twin.indices = list(tokens), []
@@ -263,10 +263,10 @@ def test_reads_of_prefixes_and_lost_windows_are_counted():
 def test_windows_are_taken_before_sinks():
     m = model(slots=7, rows=1)
     first = prefill(m, [i % 50 for i in range(400)])
-    m.leave(first, publish=True)  # sink and window stay as a cache
+    m.leave(first, publish=True)  # its sink and window stay in the tree
     m.tiers.apply_pending()
     sink = m.tree[tuple(first.tokens[:P])]
-    prefill(m, [(i * 3 + 100) % 250 for i in range(400)])  # needs BF16 pages: 4 of 7
+    prefill(m, [(i * 3 + 100) % 250 for i in range(400)])  # needs 4 of the 7 BF16 pages
     assert m.pool.page_slot[sink] > 0
 
 
@@ -292,12 +292,12 @@ def test_a_freed_page_gives_its_slot_back_before_its_next_owner_asks():
 
 
 def test_freed_twice_in_one_group_or_across_a_tier_boundary_is_one_slot():
-    """Predecessors freed a page twice when a flush straddled INT2 and BF16."""
+    """Earlier systems freed a page twice when a flush straddled INT2 and BF16."""
     m = model()
     request = prefill(m, list(range(300)), publish=False)
     pages = m.row_pages(request, 300)
     m.leave(request, publish=False)
-    m.tiers.pending.free_pages(torch.tensor(pages))  # again
+    m.tiers.pending.free_pages(torch.tensor(pages))  # freed a second time
     m.check()
     assert m.tiers.counts().slots_used == 0
 
@@ -317,7 +317,7 @@ def test_a_decode_step_between_page_boundaries_needs_no_plan():
 
 
 def decode_plan(m: Model, requests: dict) -> bool:
-    """Asks whether a batch of requests by id, with their lengths, needs a plan; plans it if so."""
+    """Plans a batch if it needs a plan, given rows and lengths by request id. Returns whether it did."""
     lens = torch.tensor([length for _, length in requests.values()])
     if needed := m.tiers.decode_needs_plan(lens, list(requests)):
         m.tiers.plan_decode(torch.tensor([row for row, _ in requests.values()]), lens, int(lens.max()))
@@ -326,7 +326,7 @@ def decode_plan(m: Model, requests: dict) -> bool:
 
 @pytest.mark.parametrize("later", [0, 1, 2])
 def test_decode_batches_that_take_turns_are_planned_one_by_one(later):
-    """With pipeline stages. Lengths of one may continue the other's, but its pages were never looked up."""
+    """With pipeline stages, lengths of one batch may continue those of another, whose pages were never looked up."""
     m = model()
     rows = [prefill(m, list(range(300))).row, prefill(m, list(range(500, 800 + later))).row]
     for step in range(1, 5):

@@ -1,4 +1,4 @@
-"""Files that tasks read, and a bench whose tokeniser is the fake server's."""
+"""Files that tasks read, and a bench with the fake server's tokenizer."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PROBLEMS = [
 
 
 def main(words: list[str]) -> int:
-    """The exit status of ``kvq eval``; errors of ours are raised."""
+    """Runs ``kvq eval`` and returns its exit status; our own errors are raised."""
     return app(args=["eval", *words], standalone_mode=False) or 0
 
 

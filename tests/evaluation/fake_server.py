@@ -1,7 +1,7 @@
-"""A stand-in for SGLang's HTTP server with a "model" of formulas: in this process, or started as a script.
+"""A stand-in for SGLang's HTTP server whose "model" is a formula; it runs in this process or as a script.
 
-It takes the flags of the real one that matter here. Tokens are characters. ``--kv-quant`` disturbs the logits, more or
-less by method, so that divergences have a known order.
+It accepts the server flags that matter here. Tokens are characters. ``--kv-quant`` disturbs the logits by an amount
+that depends on the method, so that divergences have a known order.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import numpy as np
 
 VOCAB = 256
-#: Unless ``--chunked-prefill-size`` says otherwise.
+#: The chunk size without ``--chunked-prefill-size``.
 OWN_CHUNK = 8192
 NOISE = {"none": 0.0, "oscar": 0.2, "hadamard": 0.5, "int2": 1.5}
 
 
 def log_probs(ids: list[int], method: str) -> np.ndarray:
-    """float64 ``[len(ids), VOCAB]``: row i is the distribution after token i."""
+    """Returns float64 ``[len(ids), VOCAB]``; row i is the distribution after token i."""
     tokens = np.array(ids)[:, None] + np.arange(len(ids))[:, None] % 7
     vocab = np.arange(VOCAB)[None]
     logits = 4 * np.sin(tokens * 12.9898 + vocab * 78.233) + NOISE[method] * np.cos(tokens * 3.7 + vocab * 5.1)
@@ -31,12 +31,12 @@ def log_probs(ids: list[int], method: str) -> np.ndarray:
 
 
 class FakeServer:
-    """Listens while the ``with`` block lasts.
+    """Listens while the ``with`` block runs.
 
     Args:
         method: ``none`` or a method of ``NOISE``.
         fail: how many of the next requests to drop without an answer.
-        nan: log-probabilities that are not numbers, which JSON has as null.
+        nan: whether log-probabilities are not numbers, which JSON writes as null.
         template: whether chat works.
     """
 
@@ -122,7 +122,7 @@ class FakeServer:
         raise ValueError(f"no {path}")
 
     def die(self, body):
-        """What a crash looks like: no answer, and soon no server."""
+        """Simulates a crash: no answer, and the server ends."""
         print("RuntimeError: out of memory", flush=True)
         os._exit(3)
 
@@ -149,7 +149,7 @@ class FakeServer:
 
 
 def answer_to(prompt: str) -> str:
-    """A model that finds needles, adds numbers in Python, and answers 42 to all of mathematics."""
+    """Answers like a model that finds needles, adds numbers in Python, and says 42 to every other problem."""
     if city := re.search(r"magic number of (\w+) (?:that|is$)", prompt):
         found = re.search(rf"magic number of {city.group(1)} is ([\d]+)", prompt)
         return f"It is {found.group(1)}." if found else "I do not know."

@@ -1,4 +1,4 @@
-"""Requests that fail: which are sent again, and what the user is told."""
+"""Failed requests: which ones are sent again, and what the user is told."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Servers on several GPUs and in several chunk sizes, and what a killed run leaves."""
+"""Servers on several GPUs and in several chunk sizes, and the state that a killed run leaves."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.evaluation.test_runner import no_hub, rows, words  # noqa: F401  (a f
 
 
 class Host:
-    """Stands in for ``EvaluatedServer``: servers in this process, and who ran where at the same time."""
+    """Replaces ``EvaluatedServer`` with servers in this process; records which GPUs were used at once."""
 
     def __init__(self, seconds: float = 0.05) -> None:
         self.seconds, self.lock = seconds, threading.Lock()
@@ -78,7 +78,7 @@ def test_servers_see_their_gpu_and_meet_at_ports_of_their_own(text, tmp_path):
 
 
 def test_what_does_not_wait_for_the_reference_comes_first(text, tmp_path, monkeypatch, gsm8k):
-    """A slow start of BF16 leaves no other GPU idle."""
+    """Tasks that need no reference run first, so that a slow start of BF16 leaves no other GPU idle."""
     order: list[tuple[str, str]] = []
     measured = threading.Event()
 
@@ -139,7 +139,7 @@ def test_chunk_sizes_are_run_and_recorded(text, tmp_path, gsm8k, capsys):
     found = rows(out)
     chunks = {"none": 128, "oscar": 128, "none#own": OWN_CHUNK, "oscar#own": OWN_CHUNK}
     assert {name: row["server"]["chunk"] for name, row in found.items()} == chunks
-    # Divergence shows the cache in small chunks only, so it is not asked for in others.
+    # Divergence reveals the cache only in small chunks, so it is not measured in others.
     assert [found[name]["kl"] is None for name in ("none", "oscar", "none#own", "oscar#own")] == [0, 0, 1, 1]
     assert not [row for row in found.values() if row["error"]] and found["oscar#own"]["gsm8k_vs_none"] is not None
     precise = tmp_path / "precise_fake-1b.json"

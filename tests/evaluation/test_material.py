@@ -1,4 +1,4 @@
-"""What methods share is read by many threads at once."""
+"""Many threads may read the material that methods share."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_what_is_stored_is_what_is_read(tmp_path):
 
 
 def test_reading_parses_no_python(tmp_path, monkeypatch):
-    """CPython 3.11's parser fails now and then where two threads use it: one lost measurement in hundreds."""
+    """Reading must not parse Python: CPython 3.11's parser sometimes fails if two threads use it at once."""
     material = Material(tmp_path / "material", "fake")
     material.store("reference", 1, ARRAYS)
     monkeypatch.setattr(ast, "parse", lambda *args, **kwargs: pytest.fail("Python's parser is not for many threads"))

@@ -1,4 +1,4 @@
-"""Where no terminal is, lines say what each method does, and say so again while it takes long."""
+"""Without a terminal, lines say what each method does, and repeat it while it takes long."""
 
 from __future__ import annotations
 

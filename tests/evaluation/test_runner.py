@@ -1,4 +1,4 @@
-"""Whole runs of the command, with fake servers that it starts itself."""
+"""Whole runs of the command, which starts fake servers itself."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def words(text: Path, out: Path, *more: str, command: str = FAKE) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def no_hub(monkeypatch):
-    """The model's name leads nowhere, so its tokeniser is the server's."""
+    """Keeps the model's name from being found on the hub, so that the server provides the tokenizer."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
 
@@ -60,7 +60,7 @@ def test_a_method_that_does_not_start_costs_only_itself(text, tmp_path, capsys):
     assert found["hadamard"]["kl"] > 0 and found["oscar"]["kl"] is None
     assert "no rotations for this model: use --kv-quant hadamard" in found["oscar"]["error"]
     assert "not measured" in capsys.readouterr().out
-    # With the cause gone, the next run makes good what is missing.
+    # Once the cause is fixed, the next run measures what is missing.
     (out / "runs" / "none" / "kl.json").unlink()
     assert main(words(text, out, "--methods", "oscar,hadamard", "--overwrite")) == 0
     assert rows(out)["oscar"]["error"] is None and rows(out)["oscar"]["kl"] > 0
@@ -84,7 +84,7 @@ def test_an_interrupted_run_stops_its_servers_and_goes_on_later(number, status, 
         [*command, "--", "--hang", "hadamard"],
         stderr=subprocess.PIPE,
         text=True,
-        # Shells' background jobs ignore it. No other thread runs here.
+        # Background jobs of shells ignore SIGINT. No other thread runs here.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509
     )
     for line in run.stderr:

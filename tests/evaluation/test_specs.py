@@ -1,4 +1,4 @@
-"""Method specs and the server flags they stand for."""
+"""Method specs and the server flags that they stand for."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.evaluation.specs import method_of, parse, parse_list, spec_of
 
-#: Prompts read what answers read.
+#: The flag that makes prompts read the same pages as answers.
 ALIKE = ["--kv-quant-prefill-window", "0"]
 
 

@@ -1,4 +1,4 @@
-"""Level tables: integers that kernels can hold, close to the exact Lloyd-Max levels."""
+"""Level tables hold integers that kernels support, close to the exact Lloyd-Max levels."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_lloyd_max_levels_are_those_of_the_literature(bits):
 
 @pytest.mark.parametrize("bits", BITS)
 def test_sphere_levels_beat_gaussian_ones_on_the_sphere_and_approach_them(bits):
-    """A coordinate on the sphere is bounded: its best levels lie further in and err less, the more so at small D."""
+    """A coordinate on the sphere is bounded, so its best levels lie further in and err less, most of all at small D."""
     tables = [level_table("sphere", bits, d) for d in HEAD_DIMS]
     gaussian = level_table("lloyd-max", bits, 128)
     assert sorted(t.distortion for t in tables) == [t.distortion for t in tables]
@@ -56,7 +56,7 @@ def test_sphere_levels_beat_gaussian_ones_on_the_sphere_and_approach_them(bits):
 
 
 def test_tables_do_not_depend_on_the_process():
-    """Units have 12 significant bits: another machine's exp() cannot change them."""
+    """Units have 12 significant bits, so another machine's exp() cannot change them."""
     for args in ALL:
         mantissa, _ = np.frexp(level_table(*args).unit)
         assert mantissa * 4096 == int(mantissa * 4096)

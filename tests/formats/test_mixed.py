@@ -1,4 +1,4 @@
-"""Mixed precision: the budget is exact, in allocated bits, and goes where the error falls most."""
+"""Mixed precision uses its exact budget of allocated bits where the error falls most."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ def bits(formats) -> float:
 def test_budget_is_used_and_never_exceeded(head_dim, target):
     base = [PageFormat(head_dim, head_dim, 0.9, 0.95)] * LAYERS
     formats = mixed_formats(base, sensitivity(), target, "x")
-    step = 1 / (2 * LAYERS)  # a bit more for one layer's keys or values
+    step = 1 / (2 * LAYERS)  # one more bit for one layer's keys or values
     assert target - step < bits(formats) <= target + 1e-9
 
 
 @pytest.mark.parametrize("added", [1, 3, 6])
 def test_widths_minimise_the_total_error(added):
-    """Against every choice of widths that spends as many bits."""
+    """The widths have the least error among all choices that spend as many bits."""
     base, rises = [PageFormat(128, 128)] * 3, sensitivity(3, layers=3)
     for part in "kv":
         rises[part]["3"] = [(a * b) ** 0.5 for a, b in zip(rises[part]["2"], rises[part]["4"])]
     parts = [(i, p) for i in range(3) for p in "kv"]
     error = lambda widths: sum(rises[p][str(w)][i] for (i, p), w in zip(parts, widths))  # noqa: E731
     best = min((w for w in itertools.product((2, 3, 4), repeat=6) if sum(w) == 12 + added), key=error)
-    for table in (rises, {p: {w: rises[p][w] for w in ("2", "4")} for p in "kv"}):  # measured at 3 bits, or not
+    for table in (rises, {p: {w: rises[p][w] for w in ("2", "4")} for p in "kv"}):  # with 3 bits measured, or not
         formats = mixed_formats(base, table, 2.25 + added / 6, "x")
         assert tuple(getattr(formats[i], p).bits for i, p in parts) == best
 

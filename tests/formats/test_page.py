@@ -1,4 +1,4 @@
-"""Page records: exact round trips, allocated bits, clipping, and edge values."""
+"""Page records have exact round trips, the documented allocated bits, correct clipping and correct edge values."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from sglang_kvq.formats.quantize import channel_means, clip_rank, clip_rows, deq
 
 FORMATS = [(64, 64), (96, 96), (96, 32), (128, 128), (128, 32), (256, 128), (256, 64)]
 LLOYD, SPHERE = CodeFormat(2, "lloyd-max", "moments"), CodeFormat(3, "sphere", "norm")
-#: Pairs of key and value codes, one of each kind and mixed.
+#: Pairs of key and value codes: one of each kind, and mixtures.
 PAIRS = {
     "lloyd-max": (LLOYD, LLOYD),
     "sphere-3-2": (SPHERE, CodeFormat(2, "sphere", "norm")),
@@ -50,7 +50,7 @@ def test_records_hold_exactly_the_codes_scales_and_offsets(head_dim, group):
 
 
 def counted(*shape: int, seed: int) -> torch.Tensor:
-    """Values that no random generator's version can change."""
+    """Returns values that do not depend on the version of any random generator."""
     i = torch.arange(torch.Size(shape).numel())
     return (((i * 2654435761 + seed * 40503) % 65521 - 32760).float() / 8192).reshape(shape).bfloat16()
 
@@ -66,7 +66,7 @@ def counted(*shape: int, seed: int) -> torch.Tensor:
     ],
 )
 def test_int2_records_keep_their_bytes(head_dim, group, clip_k, clip_v, digest):
-    """The fast kernels read this record, and caches on disk may hold it: digests of the first release's records."""
+    """The first release's records keep their bytes: kernels read them, and caches on disk may hold them."""
     fmt = PageFormat(head_dim, group, clip_k, clip_v)
     records = fmt.quantize_pages(counted(2, PAGE_SIZE, head_dim, seed=1), counted(2, PAGE_SIZE, head_dim, seed=2))
     assert hashlib.sha256(records.numpy().tobytes()).hexdigest()[:16] == digest
@@ -120,7 +120,7 @@ def test_parts_lie_without_gaps_and_aligned(pair, head_dim, group):
 
 
 def test_a_channels_scale_is_of_its_run_of_tokens():
-    """Tokens of one run do not touch the other's records: keys of the first half change only its scales and codes."""
+    """Tokens of one run do not affect another run's records."""
     fmt = PageFormat(128, 32, k=CodeFormat(axis="channel"), v=CodeFormat(), run=32)
     k, v = rows(PAGE_SIZE, 128), rows(PAGE_SIZE, 128, seed=1)
     before = fmt.dequantize_pages(fmt.quantize_pages(k, v))[0]
@@ -132,7 +132,7 @@ def test_a_channels_scale_is_of_its_run_of_tokens():
 @pytest.mark.parametrize("pair", ["int4", "centred-lloyd-max", "centred-sphere"])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_what_centred_keys_have_in_common_costs_no_precision(pair, head_dim):
-    """Large offsets per channel change the error by no more than the rounding of such keys to BF16 does."""
+    """Large offsets per channel add no more error than the rounding of such keys to BF16 does."""
     fmt = PageFormat(head_dim, head_dim, k=PAIRS[pair][0], v=PAIRS[pair][1])
     plain = rows(20, PAGE_SIZE, head_dim).float()
     offset = torch.zeros(head_dim)
@@ -151,10 +151,10 @@ def test_what_centred_keys_have_in_common_costs_no_precision(pair, head_dim):
 
 @pytest.mark.parametrize("size", [1e-30, 1e-3, 1.0, 1e4, 1e38])
 def test_any_finite_page_is_centred(size):
-    """Tiny keys are nothing in FP16, huge means are clamped; all that is stored is finite."""
+    """Tiny keys vanish in FP16 and huge means are clamped, but all stored values are finite."""
     fmt = PageFormat(64, 64, k=CodeFormat(4, centred=True), v=CodeFormat(4))
     k = (rows(3, PAGE_SIZE, 64).float() + 2.0) * size
-    k[1] = 0.5 * size  # a constant page: its mean holds it
+    k[1] = 0.5 * size  # a constant page: its mean holds everything
     back = fmt.dequantize_pages(fmt.quantize_pages(k.bfloat16(), k.bfloat16()))[0]
     assert torch.isfinite(back).all()
     if size <= 1e4:
@@ -170,7 +170,7 @@ def test_only_keys_are_centred():
 
 
 def test_tokens_of_a_page_are_independent():
-    """Quantizing a page whole or token by token gives the same codes: chunking cannot change them."""
+    """Quantizing a page whole or token by token gives the same codes, so chunking cannot change them."""
     x = rows(PAGE_SIZE, 128)
     whole = quantize_rows(x, 128, 6)
     for i, parts in enumerate(zip(*(quantize_rows(x[t : t + 1], 128, 6) for t in range(PAGE_SIZE)))):
@@ -234,8 +234,8 @@ def test_any_finite_row_gives_finite_values_within_half_a_step(seed, size, const
     codes, scale, offset = quantize_rows(x, 64, 0)
     assert codes.max() <= 3 and torch.isfinite(scale).all() and torch.isfinite(offset).all()
     back = dequantize_rows(codes, scale, offset)
-    if size <= 1e4:  # beyond, FP16 scales saturate
-        # Half a step, plus what rounding scale and offset to FP16 moves the levels.
+    if size <= 1e4:  # above this, FP16 scales saturate
+        # Half a step, plus the shift of levels by rounding scale and offset to FP16.
         slack = 2.0**-10 * (x.float().abs().amax(-1, keepdim=True)) * 4 + 1e-7
         assert ((back - x.float()).abs() <= 0.5 * scale.float() + slack).all()
 

@@ -1,4 +1,4 @@
-"""Codes of a width per plane against exact arithmetic; records that hold every bit once."""
+"""Codes with one width per plane agree with exact arithmetic, and records use every bit once."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ WIDTHS = [
     (3, 2, 1, 0),
     (4, 3, 2, 1),
 ]
-#: Cells by a column's bits.
+#: Bits of each cell, by the bits of a column.
 SIZES = {
     **{2: [2], 4: [4], 6: [4, 2], 8: [8]},
     **{8 + n: [8, *small] for n, small in ((2, [2]), (4, [4]), (6, [4, 2]), (8, [8]))},
@@ -39,7 +39,7 @@ GAINS = [Fraction(8 + m, 8) * Fraction(2) ** e for e in range(-16, 16) for m in 
 
 
 def rows(*shape: int, seed: int = 0) -> torch.Tensor:
-    """BF16, of energies that fall from plane to plane, with some heavy tails."""
+    """Returns BF16 rows whose energies fall from plane to plane, with some heavy tails."""
     torch.manual_seed(seed)
     x = torch.randn(shape) * torch.logspace(1, -1, shape[-1])
     return (x * torch.exp(torch.randn(*shape[:-1], 1))).bfloat16()
@@ -60,13 +60,13 @@ def test_a_gain_is_the_least_that_is_enough(x):
 
 
 def fp16(x: Fraction) -> Fraction:
-    """Rounded to FP16, as NumPy does from float64, which holds all these numbers."""
+    """Rounds to FP16 as NumPy does from float64, which holds all these numbers exactly."""
     assert Fraction(float(x)) == x
     return Fraction(float(np.float16(float(x))))
 
 
 def exact(row: list[Fraction], code: PlaneCode) -> tuple[list[int], Fraction]:
-    """Codes and gain of one row by the module's formulas, in rational arithmetic."""
+    """Computes codes and gain of one row by the module's formulas, in rational arithmetic."""
     quarter = len(row) // PLANES
     widths = [code.widths[i // quarter] for i in range(len(row))]
     reach = max(abs(x) * Fraction(2) ** (1 - w) for x, w in zip(row, widths) if w)
@@ -79,7 +79,7 @@ def exact(row: list[Fraction], code: PlaneCode) -> tuple[list[int], Fraction]:
     whole = [Fraction(round(16 * x / unit * 2**21), 2**21) for x in row]
 
     def tried(byte: int) -> tuple[list[int], Fraction]:
-        """Codes and E at the gain of that byte."""
+        """Computes codes and error E with the gain of that byte."""
         gain = 16 * GAINS[byte] / unit
         codes, columns = [], [Fraction(0)] * quarter
         for i, (x, w) in enumerate(zip(whole, widths)):
@@ -120,7 +120,7 @@ def test_codes_and_values_are_exact(widths):
 
 @pytest.mark.parametrize("widths", WIDTHS, ids=str)
 def test_the_gain_is_worth_its_bits(widths):
-    """Of the gains tried, each row has the one of least error."""
+    """Each row has the gain of least error among those tried."""
     code, x = PlaneCode(widths), rows(4000, 128)
     codes, stored = code.quantize(x)
     coded = (torch.tensor(widths) > 0)[:, None]
@@ -139,12 +139,12 @@ def test_the_gain_is_worth_its_bits(widths):
         k = (x.float().unflatten(-1, (PLANES, -1)) / gain - 0.5).round()
         values = ((torch.minimum(torch.maximum(k, -half), half - 1) + 0.5) * gain * coded).flatten(1)
         best = error(values)
-        assert (found <= 1.05 * best + 1e-12).all(), below  # columns' errors have ten bits
+        assert (found <= 1.05 * best + 1e-12).all(), below  # errors of columns have ten bits
         assert found.sum() <= 1.001 * best.sum(), below
 
 
 def test_rows_above_all_gains():
-    """The largest gain is taken for what it nearly reaches; a row far above is stored as one of zeros."""
+    """Rows slightly above the largest gain use it; a row far above is stored as zeros."""
     code, x = PlaneCode((6, 4, 4, 2)), rows(64, 256)
     ranges = torch.tensor([32, 8, 8, 2])
     reach = (x.float().unflatten(-1, (PLANES, -1)).abs().amax(-1) / ranges).amax(-1)
@@ -160,8 +160,8 @@ def test_rows_above_all_gains():
 
 @pytest.mark.parametrize("widths", WIDTHS, ids=str)
 def test_rows_that_no_gain_reaches_are_stored_as_zeros(widths):
-    """From a gain of 2^19 on, and with an infinity or NaN of any sign where there are codes."""
-    code, x = PlaneCode(widths), torch.randn(10, 64)  # rows enough for vectors, of which amax makes other NaNs
+    """Rows from a gain of 2^19 on, or with an infinity or NaN in a coded plane, are stored as zeros."""
+    code, x = PlaneCode(widths), torch.randn(10, 64)  # enough rows for vector code, whose amax makes other NaNs
     largest = 2.0 ** (widths[0] - 1) * 2.0**19
     nan = torch.tensor([0x7FC00000, -0x400000, 0x7F800001, 0x7FFFFFFF], dtype=torch.int32).view(torch.float32)
     x[:, 3] = torch.tensor([largest, -largest, 3e38, math.inf, -math.inf, *nan, largest * 0.9])
@@ -227,7 +227,7 @@ def test_records_hold_codes_and_gains(head_dim, k, v):
 
 @pytest.mark.parametrize("k,v", few([((4, 3, 1, 0), (3, 2, 2, 1)), ((3, 2, 1, 0), (4, 3, 2, 1))], 1))
 def test_every_bit_of_a_record_is_one_codes_or_one_gains(k, v):
-    """Turning a bit changes one element, or one token's row."""
+    """Flipping a bit changes one element, or one token's row."""
     fmt = PlaneFormat(64, PlaneCode(k), PlaneCode(v))
     record = fmt.quantize_pages(rows(PAGE_SIZE, 64), rows(PAGE_SIZE, 64, seed=1))
     coded = sum(w > 0 for w in (*k, *v))

@@ -1,4 +1,4 @@
-"""The arithmetic of codes: exact statistics, independence of order and size, errors near the theory's."""
+"""Codes have exact statistics, do not depend on order and size, and have errors close to theory."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ def test_every_value_takes_its_nearest_level(code):
 @pytest.mark.parametrize("d", [64, 96, 128, 256])
 @pytest.mark.parametrize("spread,offset", [(1.0, 0.0), (1.0, 30.0), (1e-3, 0.0), (1e3, -1e4)], ids=str)
 def test_moments_are_the_rows_own(d, spread, offset):
-    """Mean and standard deviation against exact rational arithmetic on the same integers, to an FP16 bit or two."""
+    """Mean and standard deviation agree with exact rational arithmetic on the same integers, to an FP16 bit or two."""
     code, x = CodeFormat(2, "lloyd-max", "moments"), (rows(20, d).float() * spread + offset).bfloat16()
     table = code.table(d)
     _, scale, offset = quantize_rows(x, d, 0, code)
     for row, s, z in zip(x.double().tolist(), scale[:, 0].tolist(), offset[:, 0].tolist()):
         power = 10 - math.floor(math.log2(max(map(abs, row))))
-        q = [round(Fraction(v) * Fraction(2) ** power) for v in row]  # Python rounds to even too
+        q = [round(Fraction(v) * Fraction(2) ** power) for v in row]  # Python rounds to even, too
         mean = Fraction(sum(q), d)
         std = math.sqrt(Fraction(sum(v * v for v in q), d) - mean * mean) * 2.0**-power
         assert s == pytest.approx(std * table.unit, rel=1e-3, abs=1e-7)
@@ -69,14 +69,14 @@ def test_moments_are_the_rows_own(d, spread, offset):
 
 @pytest.mark.parametrize("spread,offset", [(1.0, 0.0), (1.0, 200.0), (1e-3, 0.0), (1e3, -1e4)], ids=str)
 def test_means_of_channels_are_the_exact_ones_rounded_once(spread, offset):
-    """Against rational arithmetic on the same integers; the order of tokens makes no difference."""
+    """Means agree with rational arithmetic on the same integers and do not depend on the order of tokens."""
     x = (rows(64, 40).float() * spread + offset).bfloat16()
     means = channel_means(x)
     assert means.dtype == torch.float16 and means.shape == (40,)
     for channel, got in zip(x.double().T.tolist(), means.tolist()):
         power = 10 - math.floor(math.log2(max(map(abs, channel))))
         mean = Fraction(sum(round(Fraction(v) * Fraction(2) ** power) for v in channel), 64) / Fraction(2) ** power
-        assert got == np.float16(float(mean))  # 17 bits at most: exact in float64
+        assert got == np.float16(float(mean))  # at most 17 bits, so exact in float64
     order = torch.randperm(64, generator=torch.Generator().manual_seed(1))
     assert torch.equal(means, channel_means(x[order]))
 
@@ -113,12 +113,12 @@ def test_any_finite_row_gives_finite_values(seed, size, constant, code):
     codes, scale, offset = quantize_rows(x, 64, 0, code)
     back = dequantize_rows(codes, scale, offset, code)
     assert codes.max() < 2**code.bits and torch.isfinite(back).all()
-    if constant and code.has_offset and size <= 1e4:  # one level holds it, up to FP16
+    if constant and code.has_offset and size <= 1e4:  # one level holds the value, up to FP16 rounding
         assert torch.allclose(back, x.float(), rtol=1e-3, atol=1e-6 + 1e-3 * size)
 
 
 def test_moments_of_groups_are_their_own():
-    """A large group must not cost a small one its precision."""
+    """A group with large values does not reduce the precision of a group with small ones."""
     x = rows(10, 128).float()
     x[:, :32] *= 1e4
     code = CodeFormat(2, "lloyd-max", "moments")
@@ -129,14 +129,14 @@ def test_moments_of_groups_are_their_own():
 
 @pytest.mark.parametrize("bits,expected", [(2, 0.1175), (3, 0.03455), (4, 0.00950)])
 def test_lloyd_max_error_on_gaussian_rows_is_the_literatures(bits, expected):
-    """Rows lose a little less than the infinite source: their own mean and deviation are removed."""
+    """Rows lose a little less than an infinite source, because their own mean and deviation are removed."""
     error = relative_error(rows(20000, 256), CodeFormat(bits, "lloyd-max", "moments"))
     assert 0.96 * expected < error < 1.01 * expected
 
 
 @pytest.mark.parametrize("ratio", [0.98, 0.96, 0.92])
 def test_clipping_before_the_moments_gains_nothing(ratio):
-    """Why oscar-lloyd-max clips nothing: its outer levels are already where clipping would put them."""
+    """oscar-lloyd-max does not clip, because its outer levels already lie where clipping would put them."""
     code, x = CodeFormat(2, "lloyd-max", "moments"), rows(5000, 128)
     assert relative_error(x, code) < relative_error(x, code, clip_rank(128, ratio))
 
@@ -144,16 +144,16 @@ def test_clipping_before_the_moments_gains_nothing(ratio):
 @pytest.mark.parametrize("d", [64, 96, 128, 256])
 @pytest.mark.parametrize("bits", BITS)
 def test_turboquant_distortion_is_within_its_bound(bits, d):
-    """arXiv 2504.19874, theorem 1: MSE <= sqrt(3) pi / 2 4^-b = 2.72 4^-b of any unit vector, randomly rotated.
+    """arXiv 2504.19874, theorem 1: MSE <= sqrt(3) pi / 2 4^-b = 2.72 4^-b for any unit vector, randomly rotated.
 
-    The lower bound of any quantizer is 4^-b (theorem 3). Sources: the sphere, a Gaussian, and vectors along an axis.
+    The lower bound for any quantizer is 4^-b (theorem 3). Sources: the sphere, a Gaussian, and vectors along an axis.
     """
     code = CodeFormat(bits, "sphere", "norm")
     gauss = rows(4000, d).float()
-    spikes = 3 * torch.linalg.qr(rows(4000 // d, d, d, seed=9).float())[0].flatten(0, 1)  # e_i R for many R
+    spikes = 3 * torch.linalg.qr(rows(4000 // d, d, d, seed=9).float())[0].flatten(0, 1)  # e_i R for many rotations R
     for name, x in {"sphere": gauss / gauss.norm(dim=-1, keepdim=True), "gauss": gauss, "spike": spikes}.items():
         x = x.bfloat16()
-        # Each vector's error by its own norm, as the theorem has it; BF16 input and FP16 norms are part of ours.
+        # Each vector's error is relative to its norm, as in the theorem; our error includes BF16 input and FP16 norms.
         error = (there_and_back(x, code) - x.float()).square().sum(-1) / x.float().square().sum(-1)
         mean = error.mean().item()
         assert 4.0**-bits < mean <= 2.7 * 4.0**-bits, f"{name}: {mean * 4**bits:.3f} 4^-{bits}"
@@ -162,7 +162,7 @@ def test_turboquant_distortion_is_within_its_bound(bits, d):
 
 @pytest.mark.parametrize("bits", [2, 4])
 def test_kivi_error_per_channel_is_within_its_bound(bits):
-    """arXiv 2402.02750: round to nearest over a channel's range errs by half a step, whatever others hold."""
+    """arXiv 2402.02750: rounding over a channel's range errs by half a step, whatever other channels hold."""
     x = rows(64, 128).float()
     x[:, 7] = x[:, 7] * 0.5 + 40  # an outlier channel, as keys have
     x = x.bfloat16()
@@ -178,7 +178,7 @@ def test_kivi_error_per_channel_is_within_its_bound(bits):
 
 
 def test_the_square_root_is_correctly_rounded():
-    """MKL's float32 root, torch's on many CPUs, is off by its last bit for a quarter of these."""
+    """MKL's float32 root, which torch uses on many CPUs, is off by its last bit for a quarter of these numbers."""
     x = torch.arange(250_000_000, 260_000_000, 9973)
     assert np.array_equal(_sqrt(x).numpy(), np.sqrt(x.float().numpy()))
 

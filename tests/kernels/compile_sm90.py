@@ -1,18 +1,19 @@
-"""Compile what the operations launch for an H100 or H200 (sm_90), on any machine; no GPU is touched.
+"""Compiles the kernels that attention operations launch for an H100 or H200 (sm_90), on any machine and without a GPU.
 
     python tests/kernels/compile_sm90.py [--all] [--sass=SCENE] [PART ...]
 
-The interpreter accepts programs that the compiler refuses, so tests run this too. Prints registers, bytes
-of stack (spills), shared memory, instructions and how many of these load less than 4 bytes, are products of
-warpgroups and wait for them: of every kernel for one geometry, of those that touch records for some kinds of codes,
-and of decoding for some more geometries; or for all that tests use. A kernel that another launch has compiled is not
-shown again. ``PARTS`` can be compiled alone. Disassembling takes as long as all else once Triton has cached its
-kernels: ``--sass`` limits it to one scene, as it is printed, or with ``none`` leaves it out.
+Triton's interpreter accepts programs that the compiler refuses, so tests run this script too. It compiles every kernel
+for one geometry, kernels that touch records for some kinds of codes, and decoding for some more geometries; with
+``--all``, everything that tests use. For each kernel it prints registers, bytes of stack (spills), shared memory and
+instructions, and how many instructions load less than 4 bytes, are warpgroup products, or wait for such products. A
+kernel that another launch has already compiled is not shown again. Each of ``PARTS`` can be compiled alone. Once Triton
+has cached its kernels, disassembling takes as long as everything else: ``--sass`` limits it to one scene, named as it
+is printed, and ``--sass=none`` skips it.
 
-Fails where an SM cannot hold as many programs as a launch counts on (``programs_per_sm``), by the registers and the
-shared memory that the compiler gives them.
+Fails if an SM cannot hold as many programs as a launch assumes (``programs_per_sm``), given the registers and the
+shared memory that the compiler assigns.
 
-Another Triton release needs no environment of its own, a folder ahead of the installed one is enough:
+Another Triton release needs no environment: put its folder ahead of the installed release.
 
     python -m pip install --no-deps --target /tmp/triton-3.6 triton==3.6.0
     PYTHONPATH=/tmp/triton-3.6 python tests/kernels/compile_sm90.py
@@ -58,21 +59,22 @@ from tests.kernels.test_decode import HALF_HEADS
 from tests.kernels.test_formats import KINDS, make_format
 
 TARGET = GPUTarget("cuda", 90, 32)
-#: Kinds of codes that between them take every branch.
+#: Kinds of codes that together take every branch.
 SOME = ("oscar-lloyd-max", "lloyd-max-4-3-g32", "uniform-3-3", "sphere-4-3", "channel-2", "centred-4")
-#: Widths of planes: two bits, the widest, planes without bits, halves and quarters of bytes; without ``--all`` one.
+#: Widths of planes: two bits, the widest, planes without bits, halves and quarters of bytes. Only the first is compiled
+#: without ``--all``.
 PLANES = ("4321-2211", "6532-5443", "6420-2110", "3210-4321", "5300-4200")
 #: Widths that ``choose_widths`` gives layers of the models in ``rotation_zoo``, from 4 to 1.25 bits, the widest first.
 PRODUCTION = ("6442-6442", "6532-5443", "6321-4332", "5320-4321", "5210-3210", "4110-2110", "3100-2000", "2000-2000")
-#: Geometries (head_dim, query heads to a KV head, KV heads) that between them get every launch of ``decode_launch``.
+#: Geometries (head_dim, query heads per KV head, KV heads) that together use every launch of ``decode_launch``.
 DECODED = [(64, 3, 1), (64, 12, 1), (96, 4, 1), (96, 6, 1), (96, 12, 1), (128, 4, 1), (128, 6, 1), (128, 12, 2),
            (128, 12, 1), (256, 4, 1), (256, 8, 1), (256, 12, 1)]  # fmt: skip
-#: Compiled without ``--all``: two bits of each number of dims that models have, and planes of one.
+#: Decode launches compiled without ``--all``: two-bit codes for each head_dim that models have, and one of planes.
 SOME_DECODED = [((64, 12, 1), None), ((96, 4, 1), None), ((128, 4, 1), None), ((128, 12, 1), None),
                 ((128, 4, 1), "5320-4321")]  # fmt: skip
-#: Of an SM: bytes of shared memory, of which each program takes some for itself, and registers, given to warps.
+#: Limits of one SM: bytes of shared memory, bytes of it that each program reserves, and registers.
 SM_BYTES, PROGRAM_BYTES, SM_REGISTERS = 228 * 1024, 1024, 65536
-#: Ways to decode with products in FP16.
+#: Launches that decode with products in FP16.
 HALF_LAUNCHES = [DecodeLaunch(4, 168, 12, 1), DecodeLaunch(3, 255, 8, 2)]
 ANY = ShortExtends(costs=None, most_rows_unpacked=1 << 20, least_prefix=0)
 TYPES = {
@@ -84,19 +86,19 @@ TYPES = {
 }
 
 
-#: The scene that is compiled, the one to disassemble (None is all), hashes of the kernels shown, how many programs
-#: the launch under way counts on (None: on no number), and whether that is checked.
+#: State of the run: the scene being compiled; the scene to disassemble (None for all); hashes of the kernels shown; the
+#: programs per SM that the current launch assumes (None if it assumes nothing); and whether to check that number.
 STATE = SimpleNamespace(scene="", disassembled=None, shown=set(), planned=None, checked=True)
 
 
 def begin(scene: str) -> None:
-    """Print a scene's name; what is compiled from now on belongs to it."""
+    """Prints a scene's name; kernels compiled from now on belong to that scene."""
     STATE.scene = scene
     print(scene, flush=True)
 
 
 def type_of(value: object, general: bool = False) -> str | tuple:
-    """The signature entry of a launch argument, as Triton specialises it unless it is told not to."""
+    """Returns the signature entry of a launch argument; ``general`` does not specialize the value 1."""
     if isinstance(value, torch.Tensor):
         return TYPES[value.dtype]
     if isinstance(value, tuple):
@@ -107,12 +109,12 @@ def type_of(value: object, general: bool = False) -> str | tuple:
 
 
 def _same(kind: tuple, values: list) -> tuple:
-    """Those values in a tuple of that kind, named or not."""
+    """Returns ``values`` as a tuple of the type of ``kind``, which may be a named tuple."""
     return type(kind)(*values) if hasattr(kind, "_fields") else tuple(values)
 
 
 def leaves(value: object, path: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], object]]:
-    """An argument's path and value, or those of what a tuple holds."""
+    """Yields the path and value of an argument or, if it is a tuple, of every value in it."""
     if isinstance(value, tuple):
         for i, x in enumerate(value):
             yield from leaves(x, (*path, i))
@@ -121,9 +123,10 @@ def leaves(value: object, path: tuple[int, ...]) -> Iterator[tuple[tuple[int, ..
 
 
 def check_operands(name: str, ttgir: str) -> None:
-    """No operand of ``mma`` is laid out for more columns than it has: four lanes share a row, kWidth columns each.
+    """Checks that no operand of ``mma`` is laid out for more columns than it has: 4 lanes share a row.
 
-    Triton 3.6 does so to codes of bytes that are joined before their product, which is then wrong on a GPU alone.
+    Triton 3.6 does this to byte codes that are joined before their product. The product is then wrong, but only on a
+    GPU.
     """
     operands = r"(\d+)x(\d+)x\w+, #ttg\.dot_op<\{opIdx = ([01]), parent = #mma\d*, kWidth = (\d+)\}>"
     for rows, columns, index, width in set(re.findall(operands, ttgir)):
@@ -132,14 +135,14 @@ def check_operands(name: str, ttgir: str) -> None:
 
 
 def check_vectors(name: str, ptx: str) -> None:
-    """Rows go to and from host memory 16 bytes at a time, on both sides: the bus carries whole requests."""
+    """Checks that rows go to and from host memory 16 bytes at a time, so that the bus carries whole requests."""
     if name == "_copy_rows":
         moved = re.findall(r"(ld|st)\.global\S*?(\.v\d)?\.b32", ptx)
         assert {("ld", ".v4"), ("st", ".v4")} == set(moved), f"{name}: moves {moved}"
 
 
 def check_occupancy(name: str, registers: int, shared: int, warps: int, planned: int) -> None:
-    """An SM holds as many programs as the plan counts on, or the rest of them waits for a second turn."""
+    """Checks that an SM holds as many programs as the plan assumes; else some wait for a second wave."""
     by_registers = SM_REGISTERS // (-(-registers // 8) * 8 * 32 * warps)
     by_memory = SM_BYTES // (shared + PROGRAM_BYTES)
     assert min(by_registers, by_memory) >= planned, (
@@ -149,9 +152,10 @@ def check_occupancy(name: str, registers: int, shared: int, warps: int, planned:
 
 
 def counted_on(function):
-    """The function, which launches a kernel as its argument ``launch`` says, with that checked.
+    """Wraps a function that launches a kernel as its argument ``launch`` says, so that its occupancy is checked.
 
-    Not of extends over records that no costs are fitted for (``is_cheap``): two or one of them fit where three count.
+    Extends over records without fitted costs (not ``is_cheap``) are not checked: an SM holds only one or two of their
+    programs where the launch assumes three.
     """
 
     def run(*args, launch, **kwargs):
@@ -167,7 +171,7 @@ def counted_on(function):
 
 
 def compile_launch(self, *args, grid, warmup=False, **kwargs) -> None:
-    """In place of ``JITFunction.run``: compile for ``TARGET`` and print a line."""
+    """Replaces ``JITFunction.run``: compiles for ``TARGET`` and prints a line."""
     given = dict(zip(self.arg_names, args)) | {k: v for k, v in kwargs.items() if k in self.arg_names}
     constants = {p.name for p in self.params if p.is_constexpr}
     options = {k: v for k, v in kwargs.items() if k not in self.arg_names}
@@ -217,7 +221,7 @@ def compile_launch(self, *args, grid, warmup=False, **kwargs) -> None:
 
 
 def compile_all(heads: scenes.Heads) -> None:
-    """Every operation once."""
+    """Compiles every operation once."""
     begin(str(heads))
     scene = scenes.make_scene(heads, [200, 90])
     ops, _ = scene.ops(scenes.rotations("per-head", heads))
@@ -246,7 +250,7 @@ def restore(ops) -> None:
 
 
 def fold(pool) -> None:
-    """Tokens that move to other pages, if this pool's can."""
+    """Compiles the kernel that moves tokens to other pages, for stores whose format supports it."""
     for store in pool.stores:
         if store.format.per_token:
             pages, tokens = scenes.int64(1), torch.zeros(pool.layers, pool.kv_heads, 64, dtype=torch.int64)
@@ -255,7 +259,7 @@ def fold(pool) -> None:
 
 
 def verify(ops, q, scene, count: int = 3) -> None:
-    """Drafts, after the same operations without."""
+    """Compiles the verification of drafts, as a scene of its own."""
     begin(f"{count} drafts, {scene.heads}")
     drafts = DraftBatch(scene.rows, scene.seq_lens, chain(count).expand(2, -1).contiguous())
     ops.plan_drafts(drafts)
@@ -263,7 +267,7 @@ def verify(ops, q, scene, count: int = 3) -> None:
 
 
 def extend_both_ways(ops, q, k, v, scene, sinks=None) -> None:
-    """Prefix dequantized first; pages read as they are; then scores of keys."""
+    """Compiles extends that dequantize the prefix first, extends that read pages directly, and scores of keys."""
     lens = [(128, 100), (64, 30)]
     for short in (None, ANY):
         ops.short = short
@@ -274,7 +278,7 @@ def extend_both_ways(ops, q, k, v, scene, sinks=None) -> None:
 
 
 def compile_sinks() -> None:
-    """What takes learned sinks, as gpt-oss's layers have them."""
+    """Compiles the kernels that take learned sinks, with gpt-oss's heads."""
     heads = scenes.Heads(64, 64, 1, 8)
     begin(f"sinks, {heads}")
     scene = scenes.make_scene(heads, [200, 90])
@@ -287,7 +291,7 @@ def compile_sinks() -> None:
 
 
 def compile_records(kind: str, head_dim: int = 128) -> None:
-    """What writes and reads records of one kind of codes, or of planes such as 4310-3221."""
+    """Compiles the kernels that write and read records of one kind of codes, or of planes such as 4310-3221."""
     heads = scenes.Heads(head_dim, min(head_dim, 128), 2, 4)
     begin(f"{kind}, {heads}")
     scene = scenes.make_scene(heads, [200, 90], formats=[format_of(kind, head_dim)])
@@ -311,9 +315,9 @@ def format_of(kind: str, head_dim: int) -> PageFormat | PlaneFormat:
 
 
 def compile_half(heads: scenes.Heads, kind: str | None = None) -> None:
-    """Decoding with products in FP16; of planes, as they are launched."""
+    """Compiles decoding with products in FP16; for planes, with the launch that serves them."""
     begin(f"FP16, {kind or ''} {heads}")
-    STATE.checked = kind is not None  # others are no launches of ``decode_launch``
+    STATE.checked = kind is not None  # without a kind, the launches are not ones that ``decode_launch`` returns
     formats = [format_of(kind, heads.head_dim)] if kind else None
     scene = scenes.make_scene(heads, [200, 90], formats=formats)
     for launch in [None] if kind else HALF_LAUNCHES:
@@ -323,7 +327,7 @@ def compile_half(heads: scenes.Heads, kind: str | None = None) -> None:
 
 
 def compile_tiers(kind: str | None = None) -> None:
-    """What plans the tiers, for a prefill and a decode step; of planes first tokens are kept as well."""
+    """Compiles the kernels that plan the tiers, for a prefill and a decode step; planes also keep first tokens."""
     begin(f"tiers{f', {kind}' if kind else ''}")
     formats = [format_of(kind, 128)] if kind else None
     scene = scenes.make_scene(scenes.HEADS[1], [200, 90], formats=formats)
@@ -335,7 +339,7 @@ def compile_tiers(kind: str | None = None) -> None:
 
 
 def copy_to_host(pool) -> None:
-    """Copies of records to host memory and back; the same kernel for every kind of records."""
+    """Compiles the copies of records to host memory and back; one kernel serves every kind of records."""
     layout, page = HostLayout(pool), scenes.int64(1)
     host = torch.zeros(2, layout.page_bytes, dtype=torch.uint8)
     table = host_rows.row_table(pool.records, layout.offsets)
@@ -369,7 +373,7 @@ def planes(all_of_them: bool) -> None:
 
 
 def launches(all_of_them: bool) -> None:
-    """Decoding as it is launched, for every geometry and for widths from the widest to the narrowest."""
+    """Compiles decoding with the launches that serve it, for every geometry and widths from wide to narrow."""
     for (head_dim, group, kv_heads), kind in product(DECODED, (None, *PRODUCTION)) if all_of_them else SOME_DECODED:
         heads = scenes.Heads(head_dim, min(head_dim, 128), kv_heads, group)
         begin(f"as launched, {kind or 'two bits'}, {heads}")
@@ -378,14 +382,14 @@ def launches(all_of_them: bool) -> None:
         ops.decode(0, scenes.randn(2, heads.q, head_dim), scene.rows, scene.seq_lens, scene.scale)
 
 
-#: Each takes about as long as the others.
+#: Parts that take about equally long.
 PARTS = {"geometries": geometries, "codes": codes, "planes": planes, "launches": launches}
 
 
 def main() -> None:
     triton.runtime.jit.JITFunction.run = compile_launch
     device_launch.searches = True
-    triton_ops.INTERPRETED = True  # lets the backend stand on CPU tensors; the kernels are not interpreted
+    triton_ops.INTERPRETED = True  # lets the backend run on CPU tensors; the kernels are not interpreted
     triton_ops.can_overlap = lambda device: True
     triton_ops.decode, verification.decode = counted_on(triton_ops.decode), counted_on(verification.decode)
     triton_ops.extend = counted_on(triton_ops.extend)

@@ -1,7 +1,7 @@
-"""Kernels run natively on a GPU and in Triton's interpreter on a CPU, by the same tests.
+"""Runs the same kernel tests natively on a GPU and in Triton's interpreter on a CPU.
 
-Triton reads its switch while kernels are defined and again while they run. It is set just then: tests of
-other folders, and the servers they start, must not inherit it.
+Triton reads its switch when kernels are defined and again when they run. The switch is set only at these times, because
+tests in other folders and the servers that they start must not inherit it.
 """
 
 import importlib.util

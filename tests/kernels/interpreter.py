@@ -1,10 +1,11 @@
-"""Makes Triton's interpreter several times as fast: it does over and over what it need do once, or never.
+"""Makes Triton's interpreter several times faster by caching or skipping repeated work.
 
-For each call of a device function within a kernel it replaces every function of ``triton.language``, as it has done for
-the kernel. For each operation it makes a table of all types to look one up. For each sum and product of integers it
-computes in 64 bits whether 32 suffice, and drops the answer unless it debugs. For each result it checks a shape, and
-wraps every number of it, though few shapes differ. It takes BF16 numbers apart, which are upper halves of FP32 numbers.
-Results are the same but for subnormal BF16 numbers, which it gets wrong.
+The interpreter repeats work in these places. Each call of a device function within a kernel patches every function of
+``triton.language`` again, although the kernel's launch has already patched them. Each operation builds a table of all
+types to look one up. Each integer sum or product is also computed in 64 bits to detect overflow, although only debug
+mode uses the answer. Each result has its shape checked and every number of the shape wrapped, though few shapes differ.
+BF16 numbers are converted bit field by bit field, although they are the upper halves of FP32 numbers. Results stay the
+same except for subnormal BF16 numbers, which become wrong.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from triton.runtime import interpreter
 
 
 def speed_up() -> None:
-    """Replaces these parts of the interpreter in this process."""
+    """Replaces the slow parts of the interpreter in this process."""
     interpreter._patch_lang = _once_per_launch(interpreter._patch_lang)
     interpreter._get_np_dtype = _by_name(interpreter._get_np_dtype)
     interpreter._convert_float = _by_halves(interpreter._convert_float)
@@ -34,9 +35,9 @@ def speed_up() -> None:
 
 
 def _once_per_launch(patch: Any) -> Any:
-    """Returns Triton's function that replaces those of the modules which a function sees; once until they are restored.
+    """Wraps Triton's function that patches a function's modules, so that it runs once until they are restored.
 
-    The scope of a kernel restores them when its launch ends. Triton drops the scopes of device functions.
+    The scope of a kernel restores the modules when its launch ends. Triton drops the scopes of device functions.
     """
     replaced: set[Any] = set()
 
@@ -62,7 +63,7 @@ def _once_per_launch(patch: Any) -> Any:
 
 
 def _by_name(numpy_type: Any) -> Any:
-    """Returns Triton's function that gives NumPy's type of a type, which remembers the names it was asked for."""
+    """Returns Triton's function that maps a type to NumPy's, with a cache keyed by the type's name."""
     known: dict[str, np.dtype] = {}
 
     def get_np_dtype(kind: Any) -> np.dtype:
@@ -78,7 +79,7 @@ def _by_name(numpy_type: Any) -> Any:
 
 
 def _by_shape(make: Any) -> Any:
-    """Returns the constructor of a block's type, which remembers what it made of an element's type and a shape."""
+    """Returns the constructor of a block type, with a cache keyed by element type and shape."""
     known: dict[tuple[Any, ...], dict[str, Any]] = {}
 
     def init(self: Any, element_ty: Any, shape: Any) -> None:
@@ -86,7 +87,7 @@ def _by_shape(make: Any) -> Any:
         if any(type(x) is not int for x in numbers):
             make(self, element_ty, shape)
             return
-        # Types of pointers are made for each launch, and have no hash.
+        # Pointer types are created for each launch and have no hash.
         element = (element_ty.address_space, element_ty.const) if element_ty.is_ptr() else None
         key = (element_ty.name, element, numbers)
         if key not in known:
@@ -98,7 +99,7 @@ def _by_shape(make: Any) -> Any:
 
 
 def _of_known_shape(make: Any) -> Any:
-    """Returns a tensor's constructor, which remembers the shapes that it wrapped."""
+    """Returns a tensor's constructor, with a cache of wrapped shapes."""
     known: dict[tuple[int, ...], tuple[Any, Any]] = {}
 
     def init(self: Any, handle: Any, type: Any) -> None:
@@ -113,7 +114,7 @@ def _of_known_shape(make: Any) -> Any:
 
 
 def _with_numbers(equal: Any) -> Any:
-    """Returns the comparison of Triton's tuples, which need not unwrap a list of plain numbers."""
+    """Returns the comparison of Triton's tuples, with a fast path for a list of plain numbers."""
 
     def compare(self: Any, other: Any) -> Any:
         if type(other) is list and all(type(x) is int for x in other):
@@ -124,7 +125,7 @@ def _with_numbers(equal: Any) -> Any:
 
 
 def _if_shapes_differ(broadcast: Any) -> Any:
-    """Returns the broadcast of two tensors to one shape, which first sees whether they have one."""
+    """Returns the function that broadcasts two tensors to one shape, with a fast path for equal shapes."""
 
     def compare(self: Any, lhs: Any, rhs: Any) -> Any:
         a, b = lhs.type, rhs.type
@@ -135,7 +136,7 @@ def _if_shapes_differ(broadcast: Any) -> Any:
 
 
 def _by_halves(convert: Any) -> Any:
-    """Returns the conversion of floats, which shifts those between BF16 and FP32 that are cut off or get zeros."""
+    """Returns the conversion of floats, which turns BF16 into FP32 and truncates FP32 to BF16 by shifts."""
 
     def shift(numbers: np.ndarray, kind: Any, wanted: Any, rounding: Any) -> np.ndarray:
         if rounding is None and kind is tl.bfloat16 and wanted is tl.float32:

@@ -1,7 +1,7 @@
-"""Compares ``start_kernel`` with Triton's own launches, for drawn arguments; test_launch.py runs it.
+"""Compares ``start_kernel`` with Triton's own launches for randomly drawn arguments; test_launch.py runs this script.
 
-Nothing is compiled or launched: a driver without a GPU notes which compiled kernel would run, and with what. Triton
-finds the kernel as on a GPU.
+Nothing is compiled or launched: a driver without a GPU records which compiled kernel would run, and with which
+arguments. Triton looks the kernel up as it does on a GPU.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ class Pair(NamedTuple):
 
 
 class Nothing(CompiledKernel):
-    """A compiled kernel that notes its launches."""
+    """A compiled kernel that only records its launches."""
 
     def __init__(self) -> None:
         self.module, self.function, self.packed_metadata = object(), object(), ()
         self.src, self.name, self._run = None, "kernel", self._note
 
     def __del__(self) -> None:
-        """Unloads nothing."""
+        """Does nothing, because there is nothing to unload."""
 
     def _note(self, x: int, y: int, z: int, stream: int, *rest: Any) -> None:
         function, _, _, _, _, *arguments = rest
@@ -49,7 +49,7 @@ class Nothing(CompiledKernel):
 
 
 def compile_nothing(self: JITFunction, key: str, signature: Any, device: int, *rest: Any) -> Nothing:
-    """In place of ``JITFunction._do_compile``."""
+    """Replaces ``JITFunction._do_compile``."""
     return self.device_caches[device][0].setdefault(key, Nothing())
 
 
@@ -99,7 +99,7 @@ grids = st.sampled_from([(3,), (3, 5), (3, 5, 7)])
 
 @st.composite
 def launches(draw: Any) -> list[tuple[Any, ...]]:
-    """Draws three launches: of the second one argument or option is another, the third is like the first."""
+    """Draws three launches: the second changes one argument or option of the first, and the third repeats the first."""
     drawn = [draw(strategy) for strategy in arguments]
     chosen = {name: draw(strategy) for name, strategy in options.items()}
     other, changed = list(drawn), dict(chosen)
@@ -127,7 +127,7 @@ def compare(several: list[tuple[Any, ...]], grid: tuple[int, ...]) -> None:
 
 
 def check_hooks() -> None:
-    """A kernel's hooks see each of its launches."""
+    """Checks that a kernel's hooks see each of its launches."""
     seen: list[tuple[Any, ...]] = []
     call = (_first, (1,), STORAGE, Pair(STORAGE, 1), (Pair(STORAGE, 1), STORAGE), 1, 1, 0.5, False)
     start_kernel(*call, KIND=KINDS[0], SIZE=1)

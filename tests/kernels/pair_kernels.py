@@ -1,4 +1,4 @@
-"""Kernels of ``test_pairs``, which imports them while Triton interprets."""
+"""Kernels for ``test_pairs``, which imports them while Triton's interpreter is on."""
 
 import triton
 import triton.language as tl
@@ -14,7 +14,7 @@ def round_down(out, bound):
 
 @triton.jit
 def compare(above, at_least, x, bound, edge, PACKED: tl.constexpr):
-    """Of each row how many numbers are above the bound and how many magnitudes at least the edge, float32."""
+    """Counts each row's numbers above the bound, and its magnitudes of at least the edge, as float32."""
     row = tl.program_id(0)
     x = tl.load(x + row * 64 + tl.arange(0, 64))[None, :]
     size, one = pairs.magnitudes(x), tl.arange(0, 1)

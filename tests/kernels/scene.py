@@ -1,4 +1,4 @@
-"""A pool in the state a running batch would leave it in, and the two backends over it."""
+"""Builds a pool in the state that a running batch would leave, and the two backends over it."""
 
 from __future__ import annotations
 
@@ -57,13 +57,13 @@ HEADS = [
     Heads(256, 128, 1, 5),
     Heads(256, 64, 2, 2),
 ]
-#: Heads for the interpreter without ``--all``: every number of dims, and groups of all kinds.
+#: Heads for the interpreter without ``--all``: every head_dim, and all kinds of groups.
 SOME_HEADS = HEADS if pairs.everything else [HEADS[i] for i in (1, 0, 3, 5, 7)]
 
 
 @dataclass
 class Scene:
-    """One batch: request i sits on row ``rows[i]``; row 0 is padding."""
+    """One batch: request i uses row ``rows[i]``; row 0 is padding."""
 
     heads: Heads
     pool: PagePool
@@ -82,7 +82,7 @@ class Scene:
         return self.heads.head_dim**-0.5
 
 
-#: Prefix and new tokens of each request of a prefill.
+#: Lengths of the prefix and of the new tokens, for each request of a prefill.
 Lens = Sequence[tuple[int, int]]
 
 
@@ -92,7 +92,7 @@ def make_batch(rows: torch.Tensor, lens: Lens) -> ExtendBatch:
 
 
 def activations(heads: Heads, tokens: int) -> list[torch.Tensor]:
-    """q, k, v as views of one projection's output, the way a model passes them."""
+    """Returns q, k and v as views of one projection's output, as a model passes them."""
     sizes = [heads.q, heads.kv, heads.kv]
     return list(randn(tokens, sum(sizes), heads.head_dim).split(sizes, dim=1))
 
@@ -110,12 +110,12 @@ def check_extend(
     """Compares a prefill on rows 1, 2, ... with float64.
 
     Args:
-        bound: relative error, or what gives it once the batch was planned.
+        bound: relative error, or a function that returns it once the batch is planned.
         size: factor of the queries.
-        more: of ``TritonOps``.
+        more: further arguments of ``TritonOps``.
     """
     ops = TritonOps(scene.pool, LayerRotations(), scene.heads.q, 1, **more)
-    batch = make_batch(torch.arange(1, len(lens) + 1, device=DEVICE), lens)  # a prefix of 0 is no padding here
+    batch = make_batch(torch.arange(1, len(lens) + 1, device=DEVICE), lens)  # here a prefix of 0 does not mean padding
     q, k, v = activations(scene.heads, sum(batch.new_lens))
     q = q * size
     for layer in layers:
@@ -148,14 +148,14 @@ def make_scene(
     formats: Sequence[RecordFormat] | None = None,
     shared: bool = False,
 ) -> Scene:
-    """Requests of the given lengths (0: a padding row) on shuffled pages; ``margin`` pages to spare.
+    """Returns requests of the given lengths (0: a padding row) on shuffled pages; ``margin`` pages stay free.
 
-    ``formats`` has one per layer; by default ``LAYERS`` layers have that of ``heads``.
+    ``formats`` has one format per layer; by default ``LAYERS`` layers have the format of ``heads``.
 
-    Every request's pages but its sinks and its window (last ``recent`` tokens, whole pages, and the page
-    being filled) are records. Whatever no request owns is poisoned with NaN.
+    All pages of a request are records, except its sinks and its window (the last ``recent`` tokens, in whole pages, and
+    the page being filled). Memory that no request owns is poisoned with NaN.
 
-    shared: records and BF16 pages share one memory, and page ids are no pages.
+    shared: records and BF16 pages share one memory, and page ids differ from page numbers.
     """
     counts = [-(-length // PAGE_SIZE) for length in lengths]
     pages, slots = sum(counts) + margin, sum(counts) + margin
@@ -170,7 +170,7 @@ def make_scene(
     sizes = {"pages": pages, "slots": slots, "arena": arena}
     pool = PagePool.allocate(formats, kv_heads=heads.kv, req_to_token=table, **sizes)
     pool.bf16_pages.fill_(float("nan"))
-    pool.bf16_pages[:, 0] = 0  # padding reads it
+    pool.bf16_pages[:, 0] = 0  # read for padding
     for records in pool.records:
         records.fill_(0xFF)
     free_pages = (torch.randperm(pages) + 1).tolist()
@@ -203,7 +203,10 @@ def make_scene(
 
 
 def rotations(kind: str, heads: Heads) -> LayerRotations:
-    """``shared``, ``per-head``, ``keys-only`` or ``identity``: random orthogonal ones; ``balanced``: not, for keys."""
+    """Returns random orthogonal matrices; for ``balanced``, those of keys are not orthogonal.
+
+    kind: ``shared``, ``per-head``, ``keys-only``, ``identity`` or ``balanced``.
+    """
     if kind == "identity":
         return LayerRotations()
     count = heads.kv if kind in ("per-head", "balanced") else 1
@@ -220,7 +223,7 @@ def rotations(kind: str, heads: Heads) -> LayerRotations:
 
 
 def assert_close(label: str, got: torch.Tensor, want: torch.Tensor, bound: float) -> None:
-    """Relative error in the 2-norm, of the whole and of the worst row ``[..., D]`` (eight times the bound)."""
+    """Checks the relative error in the 2-norm, of all and of the worst row ``[..., D]`` (8 times the bound)."""
     assert got.shape == want.shape and got.dtype == want.dtype, f"{label}: {got.shape} {got.dtype}"
     got, want = got.double(), want.double()
     assert not got.isnan().any(), f"{label}: NaN in {got.isnan().any(-1).nonzero().tolist()[:8]}"

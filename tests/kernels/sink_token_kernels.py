@@ -1,4 +1,4 @@
-"""A kernel of ``test_firsts``, which imports it while Triton interprets."""
+"""A kernel for ``test_keep_sink_tokens``, which imports it while Triton's interpreter is on."""
 
 import triton
 import triton.language as tl

@@ -1,4 +1,4 @@
-"""The compiler accepts every kernel for sm_90 (the interpreter, which other tests use on a CPU, accepts more)."""
+"""The compiler accepts every kernel for sm_90; the interpreter, which other tests use, accepts more."""
 
 import os
 import re
@@ -11,8 +11,8 @@ import pytest
 from tests import pairs
 from tests.conftest import ROOT
 
-#: Instructions at head_dim 128, at least a tenth more than Triton 3.6 and 3.9 make of them. A compiler that loses track
-#: of what is contiguous, or spreads a row's planes over lanes, takes two to five times as many.
+#: Most instructions per kernel at head_dim 128: at least a tenth above the counts of Triton 3.6 and 3.9. A compiler
+#: that loses track of contiguity, or spreads a row's planes over lanes, emits two to five times as many.
 MOST = {
     "geometries": {
         "_decode": 3200,
@@ -24,16 +24,16 @@ MOST = {
         "_raise_scores": 900,
         "_fold": 3150,
     },
-    "planes": {"_gather": 1200, "_extend": 4650, "_fold": 2200},  # what prefill reads them with
+    "planes": {"_gather": 1200, "_extend": 4650, "_fold": 2200},  # the kernels with which prefill reads planes
 }
-#: Kernels that load single bytes on purpose, gains for one.
+#: Kernels that load single bytes on purpose, for example gains.
 BYTES = {"geometries": ("_fold",), "planes": ("_fold", "_gather")}
-#: The scene that these are of, the only one that is disassembled.
+#: The scene to which these limits apply; no other scene is disassembled.
 SCENES = {"geometries": "d128g128-8q2kv", "planes": "4321-2211, d128g128-8q2kv"}
-#: Of ``compile_sm90.PARTS``, which imports kernels that must not be interpreted.
+#: Names in ``compile_sm90.PARTS``, repeated because that module imports kernels that must not be interpreted.
 PARTS = ("geometries", "codes", "planes", "launches")
 SCRIPT = Path(__file__).parent / "compile_sm90.py"
-#: Triton finds compiled kernels here by their sources, its release and the options.
+#: Triton's cache of compiled kernels, keyed by their sources, the Triton release and the options.
 CACHE = ROOT / ".venvs" / "triton"
 
 
@@ -46,7 +46,7 @@ def test_no_part_is_left_out():
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("part", PARTS if pairs.everything else [part for part in PARTS if part != "codes"])
 def test_kernels_compile_for_sm90(part):
-    """Without ``--all`` what serves the methods' defaults; a kernel that did not change is not compiled again."""
+    """Without ``--all`` only kernels for the methods' defaults are compiled; unchanged kernels come from the cache."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(CACHE)}
     command = [sys.executable, str(SCRIPT), f"--sass={SCENES.get(part, 'none')}", part]
     command += ["--all"] if pairs.everything else []
@@ -60,14 +60,14 @@ def test_kernels_compile_for_sm90(part):
 
 
 def check_sizes(shown: str, most: dict[str, int], of_bytes: tuple[str, ...]) -> None:
-    """Instructions, loads and waits of what was compiled at head_dim 128."""
+    """Checks instructions, narrow loads and waits of the kernels compiled at head_dim 128."""
     for kernel, limit in most.items():
         found = re.findall(rf"^  {kernel} .*instructions +(\d+) +narrow loads +(\d+)", shown, re.MULTILINE)
         assert found, f"{kernel} was not compiled:\n{shown}"
         for instructions, narrow in found:
             assert int(instructions) <= limit, f"{kernel}: {instructions} instructions, at most {limit}"
             assert kernel in of_bytes or narrow == "0", f"{kernel}: {narrow} narrow loads"
-    # Where ptxas finds too few registers, or a product under way whose sums are touched, it waits after each.
+    # If ptxas runs out of registers, or finds the sums of an unfinished product touched, it waits after each product.
     for kernel in ("_extend", *(name for name in ("_past_lse", "_raise_scores") if name in most)):
         products = re.findall(rf"^  {kernel} .*products +(\d+) +waits +(\d+)", shown, re.MULTILINE)
         assert products, shown

@@ -1,4 +1,4 @@
-"""Decode attention over sinks, history and window against float64 on the same codes."""
+"""Decode attention over sinks, history and window agrees with float64 on the same codes."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ if ON_GPU:
     LENGTHS |= {"long": [20_000, 5, 7777], "very-long": [300_001], "many": [100 + 37 * i for i in range(100)]}
 
 
-#: Geometries of products in FP16, padded columns and dims among them.
+#: Geometries for products in FP16; some have padded columns or dims.
 HALF_HEADS = [
     Heads(128, 128, 1, 6),
     Heads(64, 64, 2, 8),
@@ -42,14 +42,17 @@ def exact(scene: Scene, layer: int, q: torch.Tensor) -> torch.Tensor:
 
 
 def half_a_bit(scene: Scene, layer: int, q: torch.Tensor) -> float:
-    """By how much the result changes with half of BF16's last bit of each query element: much, if large scores tie."""
+    """Returns the relative change of the result if each query moves by half of BF16's last bit.
+
+    The change is large if large scores nearly tie.
+    """
     want = exact(scene, layer, q)
     nudged = exact(scene, layer, q.double() * (1 + 2.0**-9 * torch.randn(q.shape, device=q.device).sign()))
     return ((nudged - want).norm() / want.norm()).item()
 
 
 def decode(ops: TritonOps, layer: int, q: torch.Tensor, scene: Scene) -> torch.Tensor:
-    """One step of one layer."""
+    """Runs one decode step of one layer."""
     ops.plan_attention(scene.rows, scene.seq_lens)
     return ops.decode(layer, q, scene.rows, scene.seq_lens, scene.scale)
 
@@ -65,7 +68,7 @@ def check_decode(
 
 
 def check_heads(ops: TritonOps, scene: Scene) -> None:
-    """Each query head, of queries of its own magnitude, gets what it would get alone."""
+    """Each query head, with queries of its own magnitude, gets the result that it would get alone."""
     size = 2.0 ** (torch.arange(scene.heads.q, device=DEVICE) * 7 % 11 - 5.0)
     q = scene.queries(1) * size[None, :, None].to(torch.bfloat16)
     got, want = decode(ops, 0, q, scene).double(), exact(scene, 0, q)
@@ -86,7 +89,7 @@ def test_decode_agrees_with_float64(heads, lengths):
 
 
 def half_ops(scene: Scene, pages: int, max_batch: int = 8) -> TritonOps:
-    """Products in FP16, that many pages a turn."""
+    """Returns a backend with products in FP16 that reads ``pages`` pages per iteration."""
     launch = DecodeLaunch(stages=2, registers=168, programs_per_sm=12, half_pages=pages)
     return TritonOps(scene.pool, LayerRotations(), scene.heads.q, max_batch, launch=launch)
 
@@ -102,7 +105,7 @@ def test_products_in_fp16_agree_with_float64(heads, pages, lengths):
 
 @each(kind=["growing", "shrinking", "huge", "tiny", "dominant", "no-queries"], pages=[1, 2])
 def test_products_in_fp16_keep_what_fp16_cannot_hold(kind, pages):
-    """Values and queries far beyond FP16's range, and pages whose values differ by 2^20."""
+    """Values and queries may lie far beyond FP16's range, and values of different pages may differ by 2^20."""
     scene = make_scene(Heads(128, 128, 1, 8), [64 * 14 + 5], sink=0, recent=64)
     parts = scene.pool.formats[0].parts
     factors = {"growing": torch.logspace(-10, 10, 13, 2), "shrinking": torch.logspace(10, -10, 13, 2)}
@@ -114,7 +117,7 @@ def test_products_in_fp16_keep_what_fp16_cannot_hold(kind, pages):
 
 
 def scale_pages(scene: Scene, start: int, end: int, factor: torch.Tensor) -> None:
-    """Multiply the halves from byte start to end of the first request's pages in layer 0, each page's by its factor."""
+    """Multiplies FP16 numbers in bytes ``start`` to ``end`` of the first request's pages by a factor per page."""
     records, ids = scene.pool.records[0], scene.pool.row_pages[1, : len(factor)].long()
     halves = records[ids, :, start:end].view(torch.float16)
     records[ids, :, start:end] = (halves.float() * factor.to(halves.device)[:, None, None]).half().view(torch.uint8)
@@ -122,9 +125,9 @@ def scale_pages(scene: Scene, start: int, end: int, factor: torch.Tensor) -> Non
 
 @each(kind=["rising", "falling", "both"], group=[8, 12], pages=[1, 2])
 def test_products_in_fp16_follow_scores(kind, group, pages):
-    """Of pages whose scores differ by far more than what one scale of FP16 weights holds.
+    """Scores of different pages may differ by far more than one scale of FP16 weights can hold.
 
-    Large scores that nearly tie make a result as sensitive to its queries: that comes on top of the bound.
+    Large scores that nearly tie make a result as sensitive to its queries; that sensitivity is added to the bound.
     """
     scene = make_scene(Heads(128, 128, 1, group), [64 * 10 + 5], sink=0, recent=64)
     parts = scene.pool.formats[0].parts
@@ -194,7 +197,7 @@ def test_items_fill_whole_waves():
 
 
 def test_a_request_of_many_items_is_merged_in_turns():
-    """One long request among short ones has more items than the merge reads at a time."""
+    """A long request among short ones, with more items than the merge reads at a time, is merged correctly."""
     lengths = [64 * (300 if ON_GPU else 60), *[5] * 7]
     scene = make_scene(HEADS[1], lengths)
     launch = DecodeLaunch(stages=2, registers=160, programs_per_sm=1 if ON_GPU else 16)
@@ -219,7 +222,7 @@ def test_strided_queries_and_int32_indices():
 
 @pytest.mark.parametrize("length", [1, 64 * 14 + 5])
 def test_one_dominant_token(length):
-    """A score far above the others, late in the history: the running maximum must rescale everything."""
+    """One late score far above the others makes the running maximum rescale everything before it."""
     scene = make_scene(HEADS[1], [length])
     ops, _ = scene.ops(max_batch=1)
     q = scene.queries(1) * 20
@@ -228,7 +231,7 @@ def test_one_dominant_token(length):
 
 @pytest.mark.parametrize("kind", ["uniform", "lloyd-max"])
 def test_groups_of_different_size(kind):
-    """Each group keeps its precision beside one a thousand times larger."""
+    """Each group keeps its precision next to a group with values a thousand times larger."""
     heads = Heads(128, 32, 1, 4)
     code = CodeFormat() if kind == "uniform" else CodeFormat(2, "lloyd-max", "moments")
     scene = make_scene(heads, [64 * 7 + 9], formats=[PageFormat(128, 32, k=code, v=code)])
@@ -245,7 +248,10 @@ def test_groups_of_different_size(kind):
 
 
 def test_a_batch_may_be_padded_beyond_what_was_planned_for():
-    """Data-parallel attention pads to a multiple of its TP; buffers that a CUDA graph may hold are kept."""
+    """A batch may be larger than planned: data-parallel attention pads to a multiple of its TP size.
+
+    The old buffers are kept, because a CUDA graph may still use them.
+    """
     lengths = [700, 90, 300]
     scene = make_scene(HEADS[1], lengths)
     ops, _ = scene.ops(max_batch=2)

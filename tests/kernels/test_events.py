@@ -1,4 +1,4 @@
-"""Large events: an eviction frees as many pages as a cache has, in one step."""
+"""Large events: one eviction may free every page of a cache."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.kernels.test_tier_schedules import twins
 
 @pytest.mark.parametrize("repeats", [1, 3])
 def test_more_pages_than_a_block(repeats):
-    """Freed in parts before and after a move between them; pages may be named again, in another block too."""
+    """Pages may be freed in parts, before and after a move between them; ids may repeat, even in other blocks."""
     tiers = twins(rows=300, pages_each=9, slots=1900)
     rows = torch.arange(1, 301)
     everything = torch.full((300,), 9 * P - 1)
@@ -34,7 +34,7 @@ def test_more_pages_than_a_block(repeats):
 
 @pytest.mark.gpu
 def test_an_eviction_of_a_million_tokens_is_no_stall():
-    """A step takes milliseconds; applying what an eviction of 16,384 pages recorded must not be seen in it."""
+    """Applying an eviction of 16,384 pages takes under 2 ms, so that it does not stall a decode step."""
     pages = 1 << 14
     table = torch.zeros(5, 8 * P, dtype=torch.int32, device="cuda")
     pool = PagePool.allocate([PageFormat(64, 64, 0.96, 0.92)], kv_heads=1, pages=pages, slots=64, req_to_token=table)
@@ -43,7 +43,7 @@ def test_an_eviction_of_a_million_tokens_is_no_stall():
     times = []
     for _ in range(5):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        for part in freed.split(100):  # a tree node each
+        for part in freed.split(100):  # one part per tree node
             tiers.pending.free_pages(part)
         torch.cuda.synchronize()
         start.record()

@@ -1,4 +1,4 @@
-"""Prefill over a stored prefix, dequantized first, against float64."""
+"""Prefill over a stored prefix that is dequantized first agrees with float64."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from tests.pairs import each
 
 BOUND = 1e-2  # two BF16 softmaxes
 
-# Prefix and new tokens of each request.
+# Lengths of the prefix and of the new tokens, for each request.
 BATCHES = {
     "fresh": [(0, 1), (0, 70)],
     "whole-pages": [(64 * 6, 64), (128, 40)],

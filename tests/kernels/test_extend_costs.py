@@ -1,4 +1,4 @@
-"""The model of what extends take finds the better way wherever both were measured, and goes on sensibly from there."""
+"""The cost model of extends picks the faster way wherever both were measured, and extrapolates sensibly."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from sglang_kvq.kernels.extend.extend_attention import NARROW
 
 QWEN = Geometry(32, 8, 128, 132)
 CAPACITY = 65536
-#: Requests, new tokens of each, stored prefix; microseconds on an H200 of reading pages and of a workspace of 66K
-#: tokens.
+#: Requests, new tokens of each, stored prefix, and microseconds on an H200: reading pages directly, and with a
+#: workspace of 66K tokens.
 MEASURED = [
     (1, 16, 32768, 44.5, 410.8), (1, 64, 32768, 115.8, 406.1), (1, 128, 8192, 67.8, 116.1),
     (1, 256, 32768, 403.1, 413.3), (1, 512, 8192, 243.8, 132.0), (1, 128, 131072, 775.8, 1557.3),
@@ -37,7 +37,7 @@ def modelled(requests: int, new: int, prefix: int, geometry: Geometry = QWEN) ->
     return H200.direct_us(*lens, geometry), H200.dequantized_us(*lens, geometry, CAPACITY)
 
 
-#: Of the grid in kernels_h200.json: the way that was taken, and its microseconds.
+#: Rows of the grid in kernels_h200.json: requests, new tokens, prefix, the way that was taken, and its microseconds.
 GRID = [
     (1, 16, 2048, "pages", 18.1), (1, 16, 8192, "pages", 25.6), (1, 16, 32768, "pages", 44.5),
     (1, 64, 2048, "pages", 25.4), (1, 64, 8192, "pages", 43.7), (1, 64, 32768, "pages", 115.8),
@@ -92,13 +92,13 @@ def test_more_of_anything_takes_longer(geometry):
 
 @pytest.mark.parametrize("geometry", GEOMETRIES, ids=lambda g: f"{g.q_heads}q{g.kv_heads}kv-d{g.head_dim}")
 def test_what_is_plain_at_any_geometry(geometry):
-    """A few tokens after a long prefix are read from the pages, a long chunk over one goes through the workspace."""
+    """A few tokens after a long prefix are read from the pages; a long chunk after one goes through the workspace."""
     few, chunk = modelled(1, 4, 131072, geometry), modelled(1, 8192, 32768, geometry)
     assert few[0] < few[1] and chunk[0] > chunk[1]
 
 
 def test_requests_of_unequal_length():
-    """One long conversation beside many short ones costs at least what it does alone, and hardly as much as sixteen."""
+    """One long conversation with many short ones costs at least as much as alone, and far less than 16 long ones."""
     prefix, new = [131072, *[2048] * 15], [128, *[16] * 15]
     for us in (H200.direct_us, lambda *x: H200.dequantized_us(*x, CAPACITY)):
         both, alone = us(prefix, new, QWEN), us(prefix[:1], new[:1], QWEN)

@@ -1,4 +1,4 @@
-"""Tokens moved by the kernel against the reference, bit for bit, for every layout."""
+"""The kernel moves tokens between pages bit for bit as the reference does, for every layout."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MOVED = [kind for kind in KINDS if make_format(kind, 128).per_token]
 
 
 def random_pool(formats: list[RecordFormat], kv_heads: int, pages: int) -> PagePool:
-    """Every byte of every record is drawn: each bit belongs to some token."""
+    """Returns a pool with random bytes in every record, because each bit belongs to some token."""
     table = torch.zeros(1, P, dtype=torch.int32, device=DEVICE)
     pool = PagePool.allocate(formats, kv_heads=kv_heads, pages=pages, slots=1, req_to_token=table)
     for records in pool.records:
@@ -31,7 +31,7 @@ def random_pool(formats: list[RecordFormat], kv_heads: int, pages: int) -> PageP
 
 
 def draw(shape: tuple[int, int, int], sources: int) -> torch.Tensor:
-    """Distinct tokens for each layer and head, in any order."""
+    """Draws distinct tokens for each layer and head, in any order."""
     layers, heads, count = shape
     drawn = [torch.randperm(sources * P)[:count] for _ in range(layers * heads)]
     return torch.stack(drawn).view(shape).to(DEVICE)
@@ -47,7 +47,7 @@ def compare(formats: list[RecordFormat], kv_heads: int = 1, sources: int = 3, ta
     want = [records.clone() for records in pool.records]
     for records, old in zip(pool.records, before):
         records.copy_(old)
-        records[target] = 0xAA  # nothing there is read
+        records[target] = 0xAA  # the kernel must not read these pages
     for store in pool.stores:
         fold_pages(store.records, record_of(store.format), store.layer_ids, source, target, tokens, pool.head_dim)
     for layer, (got, right) in enumerate(zip(pool.records, want)):
@@ -65,7 +65,7 @@ def test_planes(widths, head_dim):
 
 
 def test_layers_of_different_layouts():
-    """Layers of one store lie apart in the pool, each with a choice of its own; heads too."""
+    """Layers of one store are not adjacent in the pool; each layer and head has its own choice of tokens."""
     narrow, planes = PageFormat(64, 64, 0.96, 0.92), PlaneFormat(64, PlaneCode((4, 3, 1, 0)), PlaneCode((2, 1, 1, 0)))
     wide = make_format("uniform-3-3", 64)
     compare([narrow, wide, planes, narrow, planes, wide], kv_heads=3, sources=5, targets=4)

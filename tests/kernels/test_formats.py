@@ -1,4 +1,4 @@
-"""Every kind of code through every kernel that reads or writes records."""
+"""Every kind of code passes through every kernel that reads or writes records."""
 
 from dataclasses import replace
 
@@ -28,7 +28,7 @@ def bits(code: CodeFormat, n: int) -> CodeFormat:
     return replace(code, bits=n)
 
 
-#: Keys, values and what else a format takes; group None is min(head_dim, 128).
+#: Codes of keys, codes of values, and further fields of the format; a group of None is min(head_dim, 128).
 KINDS = {
     "oscar-lloyd-max": (replace(LLOYD, gain=1.1), CodeFormat(2, "sphere", "norm", gain=1.1), {}),
     "lloyd-max": (LLOYD, LLOYD, {"clip_v": 0.92, "group": 32}),
@@ -64,7 +64,7 @@ def make_format(kind: str, head_dim: int) -> PageFormat:
 
 @each(kind=KINDS.keys(), head_dim=HEAD_DIMS)
 def test_activations_and_back(kind, head_dim):
-    """quantize_tokens against the reference, then gather_pages of what it wrote, both bit for bit."""
+    """quantize_tokens gives the reference's records, and gather_pages reads them back, both bit for bit."""
     format, pages = make_format(kind, head_dim), 2
     table = torch.arange(4 * PAGE_SIZE, dtype=torch.int32, device=DEVICE)[None] % (3 * PAGE_SIZE)
     pool = PagePool.allocate([format], kv_heads=1, pages=3, slots=1, req_to_token=table)
@@ -91,11 +91,11 @@ def test_activations_and_back(kind, head_dim):
 
 
 def test_bf16_pages_of_mixed_layers():
-    """Layers of five layouts in one pool, each with clips of its own, some without."""
+    """Layers of five layouts share a pool, with clips per layer; some have none."""
     a, b, c = make_format("lloyd-max", 64), PageFormat(64, 64, 0.96, 0.92), make_format("channel-2", 64)
     formats = [a, b, replace(a, clip_k=0.9, clip_v=1.0), c, replace(b, clip_k=0.9), replace(b, clip_k=1.0, clip_v=1.0)]
     formats += [make_format("centred-4", 64), make_format("centred-lloyd-max", 64)]
-    heads = Heads(64, 64, 1, 1)  # more heads of more pages are in test_quantize.py
+    heads = Heads(64, 64, 1, 1)  # test_quantize.py has more heads and pages
     scene = make_scene(heads, [64], margin=4, formats=formats)
     ops, reference = scene.ops()
     pool = scene.pool
@@ -157,7 +157,7 @@ def test_decode_agrees_with_float64(kind, heads):
 
 
 def test_layers_share_a_plan_if_they_divide_a_batch_alike():
-    """An SM holds twelve programs of the first and third; those of the others need more registers."""
+    """An SM holds twelve programs of the first and third format; the other two need more registers."""
     formats = [PageFormat(128, 32, 0.96, 0.92), make_format("sphere-4-3", 128), make_format("channel-2", 128)]
     formats.append(make_format("centred-4", 128))
     scene = make_scene(Heads(128, 32, 1, 4), [700, 64, 90], formats=formats)
@@ -176,7 +176,10 @@ def test_layers_share_a_plan_if_they_divide_a_batch_alike():
 
 @each(head_dim=HEAD_DIMS, size=[200.0, 6e4, 3e38], kind=["centred-4", "centred-lloyd-max", "centred-sphere"])
 def test_channels_of_any_mean(kind, head_dim, size):
-    """Means far above what is left, and beyond FP16, which clamps them: what is left is no BF16 value any more."""
+    """Channel means may be far above the residuals, or beyond FP16, where they are clamped.
+
+    Residuals are then not BF16 values.
+    """
     format, heads = make_format(kind, head_dim), Heads(head_dim, min(head_dim, 128), 1, 1)
     scene = make_scene(heads, [64], formats=[format])
     ops, reference = scene.ops()
@@ -190,7 +193,7 @@ def test_channels_of_any_mean(kind, head_dim, size):
 
 
 def test_decode_of_keys_with_constant_channels():
-    """Keys that differ by a hundredth of what they have in common."""
+    """Keys may differ by only a hundredth of their common offset."""
     heads = Heads(128, 128, 1, 4)
     scene = make_scene(heads, [64 * 6 + 9], recent=64, formats=[make_format("centred-4", 128)])
     ops, _ = scene.ops()

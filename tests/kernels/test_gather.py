@@ -1,4 +1,4 @@
-"""Stored pages back to BF16: uniform 2-bit records bit for bit, and the inline assembly that unpacks them.
+"""Stored pages become BF16 again: uniform 2-bit records bit for bit, and the inline assembly that unpacks them.
 
 Records of other kinds: tests/kernels/test_formats.py.
 """
@@ -17,12 +17,12 @@ from sglang_kvq.kernels.extend.gather_pages import PageRead, gather_pages
 from tests.kernels.scene import HEADS, Heads, Scene, int64, make_scene
 from tests.kernels.test_unpack import OPERATIONS, execute, words
 
-#: Tokens of the requests whose pages ``check_pages`` reads.
+#: Lengths of the requests whose pages ``check_pages`` reads.
 GATHERED = [64 * 6 + 5, 64 * 5]
 
 
 def check_pages(scene: Scene) -> None:
-    """Records and BF16 pages, whole and in part, in any order; rows between them are left alone."""
+    """Checks reads of records and BF16 pages, whole and in part, in any order; other rows stay untouched."""
     pool, heads = scene.pool, scene.heads
     plan = [PageRead(*x) for x in ((1, 2, 64, 64), (0, 3, 0, 64), (0, 0, 140, 20), (0, 2, 160, 33), (1, 1, 193, 1))]
     out = torch.full((2, 256, heads.kv, heads.head_dim), 7.0, dtype=torch.bfloat16, device=scene.rows.device)

@@ -1,4 +1,4 @@
-"""What a decode step promises a CUDA graph: fixed addresses, lengths read on the device, no waiting."""
+"""A decode step keeps its promises to a CUDA graph: fixed addresses, lengths read on the device, no waiting."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ LENGTHS = [1500, 64, 900, 0, 3000, 1, 130, 0]
 
 
 class Step:
-    """plan_attention, rotate_and_store, then decode, over static inputs."""
+    """A decode step over static inputs: plan_attention, rotate_and_store, then decode."""
 
     def __init__(self, scene: Scene) -> None:
         heads, batch = scene.heads, len(scene.rows)
@@ -26,7 +26,7 @@ class Step:
         self.q, self.k, self.v = (randn(batch, n, heads.head_dim) for n in (heads.q, heads.kv, heads.kv))
 
     def locate(self) -> None:
-        """``loc`` of each request's last token."""
+        """Sets ``loc`` to each request's last token."""
         self.loc.copy_(self.scene.pool.req_to_token[self.rows, self.lens - 1])
 
     def run(self) -> torch.Tensor:
@@ -68,7 +68,7 @@ def test_replay_follows_changed_lengths_and_rows(heads):
 
 
 class Verification(Step):
-    """plan_drafts, rotate_and_store of all drafts, then verify; ``lens`` are of what is stored before them."""
+    """A verification: plan_drafts, rotate_and_store of all drafts, then verify; ``lens`` exclude the drafts."""
 
     def __init__(self, scene: Scene, count: int) -> None:
         super().__init__(scene)
@@ -79,7 +79,7 @@ class Verification(Step):
         self.lens.copy_((self.lens - count).clamp(min=1))
 
     def locate(self) -> None:
-        """``loc`` of each request's drafts."""
+        """Sets ``loc`` to each request's drafts."""
         at = self.lens[:, None] + torch.arange(self.count, device="cuda")
         self.loc.copy_(self.scene.pool.req_to_token[self.rows[:, None], at].flatten())
 
@@ -104,7 +104,7 @@ def test_replay_verifies_other_requests_and_trees(heads, count):
         step.lens.copy_((stored[chosen] - shorter).clamp(min=1))
         step.seen.copy_(chain(count, "cuda"))
         if tree:
-            step.seen[:, -1] = 1 | 1 << count - 1  # the last sees the first and itself
+            step.seen[:, -1] = 1 | 1 << count - 1  # the last draft sees only the first and itself
         step.q.normal_()
         step.k.normal_()
         step.locate()
@@ -153,6 +153,6 @@ def test_nothing_waits_for_the_device():
         ops.quantize_tokens(0, first, pages, k, v)
         ops.extend(0, q, k, v, ExtendBatch(rows, [1500, 900], new, loc, first), scene.scale)
 
-    everything()  # compiles
+    everything()  # compiles the kernels
     with device_waits.refused():
         everything()

@@ -1,4 +1,4 @@
-"""Pages go to host memory and back by the kernel as they do in torch."""
+"""The kernel copies pages to host memory and back exactly as torch does."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Scene:
         return torch.full(shape, POISON, dtype=torch.uint8, pin_memory=ON_GPU)
 
     def in_torch(self) -> Scene:
-        """Another, for the copies in torch."""
+        """Returns this scene, switched to the copies in torch."""
         self.layout._kernel = None
         return self
 
@@ -41,7 +41,7 @@ def wait() -> None:
         torch.cuda.synchronize()
 
 
-#: Programs, and words that each moves at a time: rows and their parts are shared out unevenly, or as served.
+#: Numbers of programs and of words that each moves at a time: uneven shares of rows and their parts, or as served.
 LAUNCHES = {"few": (3, 512), "one": (1, 2048), "as-served": (host_rows._LOADERS, host_rows._WORDS)}
 
 
@@ -53,7 +53,7 @@ def use_launch(monkeypatch: pytest.MonkeyPatch, launch: tuple[int, int]) -> None
 
 @each(launch=LAUNCHES, formats=FORMATS, kv_heads=[3, 1, 8], tail=[32, 0, 16], rows=[1 << 20, 1, 2])
 def test_backup(launch, formats, kv_heads, tail, rows, monkeypatch):
-    """By way of a buffer for one page, for two, or for all."""
+    """The copy passes through a buffer for one page, for two, or for all."""
     use_launch(monkeypatch, launch)
     scene = Scene(formats, kv_heads, tail)
     monkeypatch.setattr(host_pages, "STAGED", min(rows, len(SOURCE)) * scene.layout.page_bytes)
@@ -87,7 +87,7 @@ def test_load(launch, formats, kv_heads, monkeypatch):
 
 
 def test_a_layout_of_a_gpu_uses_the_kernel(monkeypatch):
-    """Of host memory that the GPU reaches; other memory is copied by torch."""
+    """The kernel copies to host memory that the GPU reaches; torch copies to other memory."""
     monkeypatch.setattr(host_pages, "_is_mapped", lambda host, device: host.shape[1] % 32 == 0)
     monkeypatch.setattr(host_pages, "_has_kernel", lambda device: True)
     launched: list[str] = []

@@ -1,4 +1,4 @@
-"""First tokens kept and BF16 pages restored by kernels as in torch, bit for bit."""
+"""Kernels keep first tokens and restore BF16 pages bit for bit as torch does."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.pairs import each
 
 @pytest.fixture(autouse=True)
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No more entries than pages pay for, however small the pool."""
+    """Allows no more cache entries than the number of pages gives, however small the pool is."""
     monkeypatch.setattr("sglang_kvq.cache.sink_token_cache.LEAST_ENTRIES", 0)
 
 
@@ -34,7 +34,7 @@ def planes(widths, head_dim: int = 64) -> PlaneFormat:
 
 
 def make_pool(formats: list[RecordFormat], kv_heads: int, pages: int = 40, slots: int = 12) -> PagePool:
-    """BF16 pages are drawn, and every page has the record of another such page."""
+    """Returns a pool with random BF16 pages and with records of other random pages."""
     table = torch.zeros(1, P, dtype=torch.int32, device=DEVICE)
     pool = PagePool.allocate(formats, kv_heads=kv_heads, pages=pages, slots=slots, req_to_token=table)
     pool.bf16_pages.copy_(torch.randn(pool.bf16_pages.shape, device=DEVICE))
@@ -59,13 +59,13 @@ def restore_both_ways(pool: PagePool, pages: torch.Tensor) -> None:
 def test_bf16_pages_are_restored_from_planes(widths, head_dim):
     pool = make_pool([planes(widths, head_dim)], kv_heads=3 if head_dim == 64 else 1)
     pool.page_slot[int64(7, 9, 20)] = int64(3, 12, 1).int()
-    pool.sink_cache.entry[7] = 3  # 9's and 20's tokens come from their records
+    pool.sink_cache.entry[7] = 3  # the first tokens of pages 9 and 20 come from their records
     pool.sink_cache.tokens.copy_(torch.randn(pool.sink_cache.tokens.shape, device=DEVICE))
     restore_both_ways(pool, int64(7, 0, 20, 11, 9).int())
 
 
 def test_bf16_pages_are_restored_from_layers_of_different_formats():
-    """Layers of a store lie apart in the pool, and those that need no first token get it too."""
+    """Layers of one store are not adjacent in the pool; layers that need no first token are restored too."""
     narrow, wide = planes(((2, 1, 1, 0), (2, 2, 1, 1))), planes(((4, 4, 3, 1), (5, 3, 3, 1)))
     two, sphere, channel = PageFormat(64, 64), make_format("sphere-4-3", 64), make_format("channel-2", 64)
     formats = [narrow, two, wide, sphere, narrow, channel, wide]
@@ -79,7 +79,7 @@ def test_bf16_pages_are_restored_from_layers_of_different_formats():
 @pytest.mark.parametrize("rows", [64, 4], ids=["as-launched", "small"])
 @pytest.mark.parametrize("kv_heads, layers", [(1, 1), (3, 5)])
 def test_first_tokens_are_copied_to_their_entries(kv_heads, layers, rows, monkeypatch):
-    """More than there are programs; some have no entry, and what is beyond the count is not read."""
+    """There are more pages than programs; some have no entry, and entries beyond the count are not read."""
     monkeypatch.setattr(sink_cache, "_ROWS", rows)
     pool = make_pool([planes(WIDTHS[0])] * layers, kv_heads, pages=80)
     entries, slots = int64(3, 0, 9, 1, 2, 0, 4, 8, 7, 5, 6, 6), int64(*range(1, 13))
@@ -93,7 +93,7 @@ def test_first_tokens_are_copied_to_their_entries(kv_heads, layers, rows, monkey
 @pytest.mark.parametrize("block", [4, 64])
 @pytest.mark.parametrize("seed", range(6))
 def test_pages_get_the_entries_that_they_get_in_torch(seed, block):
-    """Of a table in any state: free entries or none, pages with BF16 pages, restored now, with an entry already."""
+    """Kernels and torch agree for tables in any state: free entries or none, pages with BF16 copies or entries."""
     from tests.kernels.sink_token_kernels import place  # defined while Triton's switch is set, see conftest.py
 
     generator = torch.Generator().manual_seed(seed)
@@ -107,11 +107,11 @@ def test_pages_get_the_entries_that_they_get_in_torch(seed, block):
     assert len(t.first_page) == n
     held = some((6, n - 1)[seed % 2], n - 1) + 1
     pages = some(60, 160) + 1
-    owners, lost = pages[: len(held)], pages[len(held) - 3 :]  # three have an entry already
+    owners, lost = pages[: len(held)], pages[len(held) - 3 :]  # three of these have an entry already
     t.first_page[held], t.sink_entry[owners] = owners.int(), held.int()
     t.first_stamp[held] = torch.randint(0, step, held.shape, generator=generator).to(DEVICE)
     t.page_slot[owners[: seed * 2]] = 1
-    t.claims[held[1::3]] = 5 - (step - 1 << 31)  # the step before
+    t.claims[held[1::3]] = 5 - (step - 1 << 31)  # claimed in the previous step
     restored = held[seed::4]
     t.claims[restored] = 5 - (step << 31)
     lost = lost[torch.randperm(len(lost), generator=generator).to(DEVICE)][: (8, 28)[seed // 3]]
@@ -131,7 +131,7 @@ def test_pages_get_the_entries_that_they_get_in_torch(seed, block):
 
 
 def test_requests_of_a_batch_share_what_is_restored(monkeypatch):
-    """In whichever block of rows they are; the first has it, as in torch."""
+    """Requests may be in any block of rows; the first request claims the restored page, as in torch."""
     monkeypatch.setattr("sglang_kvq.kernels.tiers.bf16_pages._ELEMENTS", 16)
     tiers = twins(rows=6, pages_each=8, slots=40, format=planes(WIDTHS[0]))
     none = torch.empty(0, dtype=torch.int64)
@@ -139,11 +139,11 @@ def test_requests_of_a_batch_share_what_is_restored(monkeypatch):
     tiers.plan_extend(rows[:2], rows[:2] * 0, rows[:2] * 0 + 5 * P, 0, none)
     table = tiers.pool.req_to_token
     pages = table[:, ::P].long() // P
-    for row in (3, 4, 5, 6):  # they hit the first two's prefixes
+    for row in (3, 4, 5, 6):  # these rows hit the prefixes of the first two
         table[row, : 5 * P] = table[2 - row % 2, : 5 * P]
     tiers.pending.free_rows([1, 2])
     tiers.apply_pending()
-    for manager in (tiers, tiers.kernels):  # their BF16 copies went to others
+    for manager in (tiers, tiers.kernels):  # other pages took their BF16 copies
         gone = pages[1:3, 0].to(manager.slot_page.device)
         first = manager.pool.bf16_pages[:, manager.pool.page_slot[gone].long(), :, :, 0]
         manager.slot_page[manager.pool.page_slot[gone].long()] = 0

@@ -1,4 +1,4 @@
-"""Scores of past keys, from pages and from a batch's own tokens, against the reference on the same keys."""
+"""Scores of past keys, from pages and from a batch's new tokens, agree with the reference on the same keys."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from tests.kernels.scene import DEVICE, HEADS, LAYERS, ON_GPU, Heads, Scene, act
 from tests.kernels.test_formats import make_format
 from tests.pairs import few
 
-#: Of the reference's float32 on BF16 keys: other orders of sums.
+#: Tolerances against the reference in float32 on BF16 keys: the order of sums differs.
 CLOSE = {"rtol": 2e-4 if ON_GPU else 2e-5, "atol": 1e-12}
 
 
 def check(scene: Scene, lens: list[tuple[int, int]], past: dict[int, int], layers=(0,), slab_tokens=None) -> None:
-    """Kernels and the reference, into accumulators of any strides that hold what an earlier chunk left."""
+    """Compares kernels with the reference, for accumulators with any strides and scores of earlier chunks."""
     scene.rows = torch.arange(1, len(lens) + 1, device=scene.rows.device)
     ops = TritonOps(scene.pool, scene.ops()[0].rotations, scene.heads.q, 1, slab_tokens)
     _, reference = scene.ops()
@@ -65,7 +65,7 @@ def check(scene: Scene, lens: list[tuple[int, int]], past: dict[int, int], layer
     ids=str,
 )
 def test_agrees_with_the_reference(heads):
-    """The end of the block and its prompt in one chunk; a prefix of sinks, records, and a window in BF16."""
+    """One chunk holds the end of the block and its prompt; the prefix has sinks, records and a BF16 window."""
     prefix = 64 * 5 + 17
     check(make_scene(heads, [prefix]), [(prefix, 90)], {0: prefix + 41})
 
@@ -115,7 +115,7 @@ def both_passes(q, k, scale, splits, launch) -> torch.Tensor:
 @pytest.mark.parametrize("splits", few([1, 5, 2, 9], 2))
 @pytest.mark.parametrize("past", [1, 64, 130, 257])
 def test_ranges_of_keys(splits, past):
-    """Some have no keys at all."""
+    """Some ranges have no keys at all."""
     launch = ScoreLaunch(32, 32, 4, 2)
     q, k = randn(13, 6, 64) * 2, randn(past, 2, 64)
     torch.testing.assert_close(both_passes(q, k, 0.125, splits, launch), key_scores(q, k, 0.125), **CLOSE)
@@ -123,7 +123,7 @@ def test_ranges_of_keys(splits, past):
 
 @pytest.mark.parametrize("size", [1e-3, 30.0, 1e3])
 def test_queries_of_any_size(size):
-    """Exponents of thousands lose digits before they become probabilities, in either arithmetic."""
+    """Exponents of thousands lose digits before they become probabilities, in the kernels and in the reference."""
     q, k = (randn(40, 4, 128) * size).bfloat16(), randn(300, 1, 128)
     want = key_scores(q.double().float(), k, 0.09)
     close = {"rtol": max(1e-6 * 2000 * size, 1e-4), "atol": 1e-6} if size > 1 else CLOSE
@@ -147,6 +147,6 @@ def test_scoring_never_waits_for_the_device():
     q, k, _ = activations(scene.heads, sum(batch.new_lens))
     (part,) = plan_scoring([5000, 64], [900, 10], {0: KeyScores(LAYERS, heads.kv, 5100, DEVICE)})
     ops.score_keys(0, q, k, batch, part, scene.scale)
-    batch = replace(batch)  # to be planned anew
+    batch = replace(batch)  # a new object, so that it is planned again
     with device_waits.refused():
         ops.score_keys(0, q, k, batch, part, scene.scale)

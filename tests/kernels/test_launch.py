@@ -10,7 +10,7 @@ SCRIPT = Path(__file__).parent / "launch_kinds.py"
 
 
 def test_launches_without_search_are_tritons():
-    """In a process of its own, whose kernels are not interpreted."""
+    """Runs launch_kinds.py in a separate process, where kernels are not interpreted."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, SCRIPT], env=environment, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]

@@ -1,4 +1,4 @@
-"""BF16 numbers two at a time."""
+"""Functions that process BF16 numbers two at a time."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ def kernels():
 
 
 def any_float32() -> torch.Tensor:
-    """Every kind: both signs, all exponents, BF16 numbers among them, zeros, subnormals, infinities."""
+    """Returns numbers of every kind: both signs, all exponents, BF16 numbers, zeros, subnormals and infinities."""
     bits = torch.randint(-(2**31), 2**31, (N,), dtype=torch.int64).int()
     bits[::3] &= -65536  # BF16 numbers
     special = torch.tensor([0.0, -0.0, 1e-45, -1e-45, 1.0, -1.0, float("inf"), -float("inf")]).view(torch.int32)
@@ -33,7 +33,7 @@ def test_rounding_down_keeps_what_is_above(kernels):
     low, high = (out << 16).view(torch.float32), (out & -65536).view(torch.float32)
     assert torch.equal(low, high)
     assert (low <= bound).all()
-    next_above = torch.where(low.signbit(), out - 65536, out + 65536) & -65536  # of BF16's bits
+    next_above = torch.where(low.signbit(), out - 65536, out + 65536) & -65536  # the next number in BF16
     next_above = torch.where((out & -65536) == -(2**31), 65536, next_above).view(torch.float32)  # -0
     assert ((next_above > bound) | next_above.isnan()).all()
 

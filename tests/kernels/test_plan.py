@@ -1,4 +1,4 @@
-"""Dividing a decode batch: every page exactly once, and no item much longer than the others."""
+"""Divides a decode batch: every page exactly once, and no item much longer than the others."""
 
 import pytest
 import torch
@@ -19,9 +19,9 @@ TILE = BF16_PAGE_TILE.value
 
 
 def plan(lengths, sinks, ends, count, costs):
-    """The plan as Python lists: items and spans; and, per request, its row and the ids of its pages."""
+    """Returns the plan as Python lists: items and spans, and each request's row and page ids."""
     batch = len(lengths)
-    order = torch.randperm(batch) + 1  # request i sits on row order[i]
+    order = torch.randperm(batch) + 1  # request i uses row order[i]
     tables = [torch.zeros(batch + 1, dtype=torch.int32) for _ in range(2)]
     for table, values in zip(tables, (sinks, ends)):
         table[order] = torch.tensor(values, dtype=torch.int32)
@@ -36,7 +36,7 @@ def plan(lengths, sinks, ends, count, costs):
 
 
 def work(length: int, sink: int, end: int) -> tuple[range, int]:
-    """A request's history pages and how many BF16 tiles it has."""
+    """Returns a request's history pages and the number of its BF16 tiles."""
     pages = -(-length // PAGE_SIZE)
     begin = min(-(-sink // PAGE_SIZE), pages)
     history = range(begin, min(max(-(-end // PAGE_SIZE), begin), pages))
@@ -94,7 +94,7 @@ def test_every_page_is_in_one_item(lengths, sinks, ends, count, costs):
         expected += parts
     assert expected <= count and all(item.request == -1 for item in items[expected:])
 
-    # The least unit of work that fits: one less would take more items than there are.
+    # The plan uses the least unit of work that fits: one less would need more items than there are.
     total = [HISTORY_COST.value * len(history) + costs.bf16_page * tiles for history, tiles in shapes]
     fits = lambda unit: sum(-(-x // unit) for x in total) <= count  # noqa: E731
     unit = next(unit for unit in range(LEAST_WORK.value, max(*total, LEAST_WORK.value, 0) + 1) if fits(unit))

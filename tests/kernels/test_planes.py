@@ -1,4 +1,4 @@
-"""Kernels over records of planes (transform coding) against float64 and the reference, as for other formats."""
+"""Kernels over records of planes (transform coding) agree with float64 and the reference."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.kernels.test_unpack import execute, words
 from tests.pairs import each, few, label
 
 HEADS = [Heads(64, 64, 3, 3), Heads(128, 128, 2, 4), Heads(96, 96, 1, 6), Heads(256, 128, 1, 5)]
-#: Keys' and values' widths: every kind of cell, fields that stay and that are shifted, planes without bits.
+#: Widths of keys and values: every kind of cell, fields that stay or are shifted, planes without bits.
 WIDTHS: list[tuple[Widths, Widths]] = [
     ((6, 4, 2, 0), (3, 2, 2, 1)),
     ((4, 4, 0, 0), (2, 1, 1, 0)),
@@ -46,12 +46,12 @@ def test_decode_agrees_with_float64(heads, widths):
     check_decode(scene.ops()[0], scene, layer=1)
 
 
-#: Padded columns and dims among them.
+#: Geometries for products in FP16; some have padded columns or dims.
 HALF_HEADS = [Heads(64, 64, 2, 8), Heads(64, 64, 1, 3), Heads(128, 128, 1, 12), Heads(96, 96, 1, 6)]
 
 
 def half_ops(scene: Scene, pages: int = 2, shared_weights: bool = True, programs: int = 8) -> TritonOps:
-    """Products in FP16, as many programs on an SM: with one, each reads many pages."""
+    """Returns a backend with products in FP16; with one program per SM, each program reads many pages."""
     launch = DecodeLaunch(2, registers=255, programs_per_sm=programs, half_pages=pages, shared_weights=shared_weights)
     return TritonOps(scene.pool, LayerRotations(), scene.heads.q, 4, launch=launch)
 
@@ -64,7 +64,7 @@ def test_products_in_fp16_agree_with_float64(heads, widths):
 
 @pytest.mark.parametrize("kind", ["growing", "shrinking", "dominant", "no-queries"])
 def test_products_in_fp16_keep_what_fp16_cannot_hold(kind):
-    """V's gains from 2^-10 to 2^10 from page to page; queries far apart."""
+    """V's gains range from 2^-10 to 2^10 from page to page, and queries differ widely in size."""
     scene = plane_scene(Heads(64, 64, 1, 8), WIDTHS[0], [64 * 14 + 5])
     first = scene.pool.formats[0].parts.v_gains
     pages = scene.pool.row_pages[1, :14].long()
@@ -78,7 +78,7 @@ def test_products_in_fp16_keep_what_fp16_cannot_hold(kind):
 
 
 def scale_pages(scene: Scene, first: int, exponents: torch.Tensor) -> None:
-    """Multiply gains from byte ``first`` on of the first request's pages in layer 0, each page's by a power of two."""
+    """Multiplies gains from byte ``first`` on, in the first request's pages of layer 0, by powers of two."""
     records, ids = scene.pool.records[0], scene.pool.row_pages[1, : len(exponents)].long()
     records[ids, :, first : first + PAGE_SIZE] += (8 * exponents).to(records)[:, None, None]
 
@@ -89,9 +89,9 @@ def scale_pages(scene: Scene, first: int, exponents: torch.Tensor) -> None:
     shared_weights=[False, True],
 )
 def test_products_in_fp16_follow_scores(kind, heads, shared_weights):
-    """Of pages whose scores, or gains of V as well, differ by far more than what one scale of FP16 weights holds.
+    """Scores, or also V's gains, may differ between pages by far more than one scale of FP16 weights can hold.
 
-    Large scores that nearly tie make a result as sensitive to its queries: that comes on top of the bound.
+    Large scores that nearly tie make a result as sensitive to its queries; that sensitivity is added to the bound.
     """
     scene = plane_scene(heads, ((6, 4, 2, 2), (5, 4, 4, 3)), [64 * 14 + 5], sink=0, recent=64)
     parts, exponents = scene.pool.formats[0].parts, torch.arange(13) // 2 - 3
@@ -114,7 +114,7 @@ def test_products_in_fp16_tell_heads_apart(group):
 
 @pytest.mark.parametrize("shared_weights", [False, True])
 def test_half_a_tile_of_another_request_counts_for_nothing(shared_weights):
-    """The last tile's second page is beyond the history, and its gains are the largest there are."""
+    """The last tile's second page is beyond the history and has the largest gains, but does not change the result."""
     scene = plane_scene(Heads(64, 64, 1, 8), WIDTHS[0], [64 * 6 + 5])
     first = scene.pool.formats[0].parts.v_gains
     mine = scene.pool.row_pages[1, :7].long().tolist()
@@ -137,7 +137,7 @@ def test_one_page_a_turn_is_refused():
 
 @pytest.mark.parametrize("widths", sorted({x for pair in WIDTHS for x in pair}), ids=label)
 def test_the_assembly_cuts_out_codes(widths):
-    """Of any two words: each field's code, as many bits high as it and its share lie; a byte's last one as it is."""
+    """For any two words: each field's code at its position in the byte; a byte's last field is not masked."""
     cells = PlaneCode(widths).cells
     packed, codes = words(2000, 1), PlaneCodes(widths, cells, (0,) * len(cells), 0)
     for c, cell in enumerate(codes.cells):
@@ -153,7 +153,7 @@ def test_the_assembly_cuts_out_codes(widths):
 
 @pytest.mark.parametrize("widths", sorted({x for pair in WIDTHS for x in pair}), ids=label)
 def test_the_assembly_cuts_out_signed_codes(widths):
-    """Of any four bytes: each field's code where it lies in its byte, less 128 if it has the highest bit."""
+    """For any four bytes: each field's code at its position, minus 128 if it includes the highest bit."""
     cells = PlaneCode(widths).cells
     packed, codes = words(2000, 1), PlaneCodes(widths, cells, (0,) * len(cells), 0)
     for c, cell in enumerate(codes.cells):
@@ -167,7 +167,7 @@ def test_the_assembly_cuts_out_signed_codes(widths):
 
 @pytest.mark.parametrize("half", [False, True])
 def test_no_queries_see_their_own_tokens_alike(half):
-    """What is beyond the history weighs nothing, whatever a product counts."""
+    """Tokens beyond the history have no weight, even if all scores are equal."""
     scene = plane_scene(HEADS[1], WIDTHS[0], [64 * 6 + 5])
     scene.pool.row_history_end[1] = 64 * 5
     scene.pool.row_sink_end[1] = 0
@@ -183,9 +183,9 @@ def test_one_dominant_token():
 
 
 def pages(heads: Heads, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens of whole pages, energies falling from plane to plane, heavy tails; rows of zeros and above all gains.
+    """Returns tokens of whole pages: energies fall from plane to plane, with heavy tails and extreme rows.
 
-    Some have an infinity or NaN in the first plane, which always has codes, or in the last.
+    Some rows have an infinity or NaN in the first plane, which always has codes, or in the last one.
     """
     torch.manual_seed(1)
     shape = (count * PAGE_SIZE, heads.kv, heads.head_dim)
@@ -202,7 +202,7 @@ def pages(heads: Heads, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     return k, v
 
 
-#: The interpreter takes seconds for each head of a page: several of one geometry are enough.
+#: Geometries for records. The interpreter takes seconds per head of a page, so only one geometry has several heads.
 RECORD_HEADS = HEADS if ON_GPU else [Heads(64, 64, 1, 3), *HEADS[1:]]
 
 

@@ -1,4 +1,4 @@
-"""Prefill over records of planes: pages back to BF16, and attention to them as they are."""
+"""Prefill over records of planes: pages are converted back to BF16, or attention reads them directly."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from tests.kernels.test_short_extend import check, fma_f16x2
 from tests.kernels.test_unpack import OPERATIONS, execute, words
 from tests.pairs import each, few, label
 
-#: One of each cell and field.
+#: One code for each combination of cells and fields.
 CODES = {x: PlaneCode(x) for pair in WIDTHS for x in pair}
 
 
 @each(widths=few(WIDTHS, 6), head_dim=HEAD_DIMS)
 def test_pages_are_what_they_hold(head_dim, widths):
-    """Records of all bytes and gains."""
+    """gather_pages dequantizes records with random bytes and gains."""
     scene = plane_scene(Heads(head_dim, min(head_dim, 128), 2, 1), widths, GATHERED)
     scene.pool.records[0].random_(0, 256)
     check_pages(scene)
@@ -47,7 +47,7 @@ def test_heads_and_requests():
 
 
 def set_gains(scene: Scene, which: str, stored: torch.Tensor) -> None:
-    """Gains' bytes of every record's keys, "k", or values, "v": [tokens], or of each page [pages, 1]."""
+    """Sets the gain bytes of every record's keys ("k") or values ("v"): [tokens], or per page [pages, 1]."""
     parts = scene.pool.formats[0].parts
     first = parts.k_gains if which == "k" else parts.v_gains
     for records in scene.pool.records:
@@ -57,7 +57,7 @@ def set_gains(scene: Scene, which: str, stored: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("across", ["pages", "tokens"])
 def test_gains_of_any_size(across):
-    """V's gains from 2^-16 to 2^15 from page to page, or from token to token."""
+    """V's gains may range from 2^-16 to 2^15 from page to page, or from token to token."""
     lens = [(64 * 8, 3)]
     scene = plane_scene(replace(HEADS[0], kv=1), WIDTHS[1], [lens[0][0]])
     pages = len(scene.pool.records[0])
@@ -68,7 +68,7 @@ def test_gains_of_any_size(across):
 @pytest.mark.parametrize("which, scale", [("v", 1.0), ("k", 2.0**-17)])
 @pytest.mark.parametrize("first", [0, 240])
 def test_gains_at_the_ends(first, which, scale):
-    """The largest with the smallest, or alone: FP16 has no such exponents, its bits would be infinite or flushed."""
+    """The smallest gains occur alone or with the largest; FP16 has no such exponents and would flush or overflow."""
     lens = [(64 * 5, 3)]
     scene = plane_scene(replace(HEADS[0], kv=1), WIDTHS[5], [lens[0][0]])
     steps = torch.arange(PAGE_SIZE) * 7 % 16
@@ -82,7 +82,7 @@ def test_queries_of_any_size(scale):
 
 
 def test_many_rows_are_read_directly():
-    """As of uniform 2-bit records, for which costs decide; of others only few rows are."""
+    """Planes are read directly for many rows, like uniform 2-bit records; other records only for few rows."""
     heads, short = HEADS[1], ShortExtends(costs=None)
     for scene, direct in (
         (plane_scene(heads, WIDTHS[0], [64]), True),
@@ -99,14 +99,14 @@ def plane_codes(widths: Widths) -> PlaneCodes:
 
 
 def bf16(x: np.ndarray) -> np.ndarray:
-    """float64 of the lower 16 bits."""
+    """Returns the BF16 number in the lower 16 bits, as float64."""
     return (
         (x.astype(np.uint64) << np.uint64(16) & np.uint64(0xFFFF0000)).astype(np.uint32).view(np.float32).astype(float)
     )
 
 
 def fma_bf16x2(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
-    """PTX's fma.rn.bf16x2: both halves in float64, which holds the product and the sum, rounded once."""
+    """PTX's fma.rn.bf16x2: computes both halves in float64, which holds the product and the sum, and rounds once."""
     halves = []
     for shift in (np.uint64(0), np.uint64(16)):
         exact = bf16(a >> shift) * bf16(b >> shift) + bf16(c >> shift)
@@ -116,7 +116,7 @@ def fma_bf16x2(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
 
 
 def fp16(x: np.ndarray) -> np.ndarray:
-    """Bits of FP16, of those of float32."""
+    """Converts bits of float32 to bits of FP16."""
     return x.astype(np.uint32).view(np.float32).astype(np.float16).view(np.uint16).astype(np.uint64)
 
 
@@ -134,7 +134,7 @@ def packed_operations(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("packed_operations")
 @pytest.mark.parametrize("widths", CODES, ids=label)
 def test_the_assembly_gives_codes_times_gain(widths):
-    """Cells in the lower bytes of halves, anything above them; every gain."""
+    """Cells lie in the lower bytes of 16-bit halves, with arbitrary bits above them; every gain occurs."""
     count, codes = 2000, plane_codes(widths)
     cells = [words(count, seed) for seed in range(4)]
     stored = np.arange(count) % 256
@@ -160,13 +160,13 @@ def test_the_assembly_picks_bytes():
 
 
 def exact_gains(stored: np.ndarray) -> np.ndarray:
-    """What tiles hold of gains' bytes: times 2^-5."""
+    """Returns gains as tiles hold them: the gain of each byte times 2^-5."""
     return gains_of(torch.from_numpy(stored.astype(np.uint8))).numpy().astype(float) / 32
 
 
 @pytest.mark.usefixtures("packed_operations")
 def test_the_assembly_gives_gains():
-    """All of them, those included that FP16 has no exponent for."""
+    """Every gain byte gives its gain, including those for which FP16 has no exponent."""
     count = 1024
     stored = (np.arange(4 * count).reshape(-1, 4) * 5 % 256).astype(np.uint8)  # each gain at each byte
     packed = stored.view(np.uint32)[:, 0].astype(np.uint64)

@@ -1,4 +1,4 @@
-"""Records, bit for bit what formats/page.py gives."""
+"""Kernels write the records that formats/page.py gives, bit for bit."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,7 +16,7 @@ PAGES = 40 if ON_GPU else 3
 
 
 def heavy(*shape: int) -> torch.Tensor:
-    """Rows with outliers, ties, constants, zeros, tiny and huge values."""
+    """Returns rows with outliers, ties, constants, zeros, tiny and huge values."""
     x = randn(*shape).float()
     x *= torch.exp(torch.randn(*shape[:-1], 1, device=DEVICE))
     x[..., 3] *= 40
@@ -32,7 +32,7 @@ def heavy(*shape: int) -> torch.Tensor:
 
 
 def same_records(format: PageFormat, got: torch.Tensor, want: torch.Tensor) -> None:
-    """Bit for bit, part by part; 0 and -0 mean the same."""
+    """Compares records bit for bit, part by part; 0 and -0 mean the same."""
     for name, a, b in zip(format.parts._fields, format.parts, format.parts[1:]):
         x, y = got[..., a:b], want[..., a:b]
         if name.endswith(("offset", "mean")):
@@ -41,7 +41,7 @@ def same_records(format: PageFormat, got: torch.Tensor, want: torch.Tensor) -> N
 
 
 def check_written(scene: Scene, layers: slice, pages: torch.Tensor, run: Callable[[AttentionOps], None]) -> None:
-    """Compares what both backends write to pages of some layers; nothing else may change."""
+    """Compares the pages that both backends write in some layers; nothing else may change."""
     records = scene.pool.stores[0].records
     before = records.clone()
     ops, reference = scene.ops()
@@ -55,7 +55,7 @@ def check_written(scene: Scene, layers: slice, pages: torch.Tensor, run: Callabl
 
 
 def some(count: int) -> torch.Tensor:
-    """``PAGES`` distinct numbers from 1 to ``count``."""
+    """Returns ``PAGES`` distinct numbers from 1 to ``count``."""
     return (torch.randperm(count)[:PAGES] + 1).to(DEVICE)
 
 

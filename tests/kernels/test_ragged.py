@@ -1,4 +1,4 @@
-"""Prefill through FlashAttention 3 or FlashInfer: the plan, the path over stand-ins, and the libraries on a GPU."""
+"""Prefill through FlashAttention 3 or FlashInfer: the plan, the path with stand-ins, and the libraries on a GPU."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from tests.kernels.scene import HEADS, ON_GPU, check_extend, make_batch, make_sc
 from tests.kernels.test_extend import BATCHES, BOUND
 from tests.pairs import each
 
-#: Relative error of rounding to BF16, root mean square of what is at most 2^-9.
+#: Relative error of rounding to BF16: the root mean square of an error of at most 2^-9.
 ROUNDING = 2**-9 / 3**0.5
 
 
 class Wrapper:
-    """FlashInfer's ragged prefill in plain torch, with what is used of its interface."""
+    """FlashInfer's ragged prefill in plain torch, with the part of its interface that we use."""
 
     def __init__(self, floats: torch.Tensor, layout: str, backend: str) -> None:
         assert layout == "NHD"
@@ -71,7 +71,7 @@ def attend(
     q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *,
     softmax_scale, causal, out=None, return_softmax_lse=False,
 ):  # fmt: skip
-    """FlashAttention 3 in plain torch: its log-sum-exp has heads first and base e."""
+    """Computes FlashAttention 3 in plain torch: its log-sum-exp has heads first and base e."""
     assert cu_seqlens_q.diff().max() == max_seqlen_q and cu_seqlens_k.diff().max() == max_seqlen_k
     wrapper = Wrapper(q, "NHD", "")
     heads = (q.shape[1], k.shape[1], q.shape[2])
@@ -82,7 +82,7 @@ def attend(
 
 
 def merge_state(v_a, s_a, v_b, s_b, v_merged, s_merged):
-    """SGLang's merge, base e; a log-sum-exp that it writes over the one that it reads would be wrong on a GPU."""
+    """Merges as SGLang does, in base e; overwriting a log-sum-exp that it reads would be wrong on a GPU."""
     assert s_merged.data_ptr() not in (s_a.data_ptr(), s_b.data_ptr()) and s_a.is_contiguous() and s_b.is_contiguous()
     top = torch.maximum(s_a, s_b)
     a, b = torch.exp(s_a - top), torch.exp(s_b - top)
@@ -95,7 +95,7 @@ FA3_STANDIN = FlashAttention3(attend, merge_state)
 
 @pytest.mark.parametrize("seed", range(40))
 def test_every_query_meets_every_key_once(seed):
-    """Calls in order, within the workspace: rows of it are written once, and hold what the call's bounds say."""
+    """Calls are in order and fit the workspace; each of its rows is written once, as the call's bounds say."""
     draw = random.Random(seed)
     capacity = PAGE_SIZE * draw.choice([1, 2, 3, 16])
     lens = [
@@ -140,7 +140,7 @@ def compare(heads, lens, capacity, library, device, choose=lambda call: "auto"):
     prefill = RaggedPrefill(library, heads.q, heads.kv, heads.head_dim, torch.device(device), capacity, choose)
 
     def bound(ops: TritonOps) -> float:
-        """Each call's result is merged into the BF16 output of those before it, which is rounded again."""
+        """Returns the bound: each call's result is merged into the BF16 output so far and rounded again."""
         calls = ops._extend_plans.calls
         assert ops._extend_plans.slabs is None and calls, "our own kernel was used"
         return BOUND + ROUNDING * len(calls) ** 0.5
@@ -163,7 +163,7 @@ def test_extend_over_a_standin_agrees_with_the_reference(any_length, lens, capac
 @pytest.mark.skipif(ON_GPU, reason="the stand-in computes on a CPU; the libraries are tested instead")
 @pytest.mark.parametrize("library", [STANDIN, FA3_STANDIN], ids=["FlashInfer", "FlashAttention 3"])
 def test_a_prefix_of_many_workspaces(any_length, library):
-    """Beside a request that takes part in few of the calls, and one that has no prefix."""
+    """Another request takes part in only some of the calls, and one has no prefix."""
     compare(HEADS[0], [(64 * 9, 20), (0, 3), (64 * 4 + 5, 20)], 64, library, "cpu")
 
 
@@ -209,12 +209,12 @@ def test_what_is_used_is_said():
 
 @pytest.fixture
 def host(monkeypatch):
-    """Makes a host with a GPU of a capability and these libraries, and says what it uses."""
+    """Returns a function that simulates a host with a GPU and libraries, and returns the log line about them."""
 
     def make(capability: tuple[int, int], **libraries: ModuleType) -> str:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
         for name in ("sgl_kernel", "sgl_kernel.flash_attn", "flashinfer"):
-            monkeypatch.setitem(sys.modules, name, libraries.get(name.replace(".", "_")))  # None cannot be imported
+            monkeypatch.setitem(sys.modules, name, libraries.get(name.replace(".", "_")))  # None: import fails
         make_prefill = RaggedPrefill
         monkeypatch.setattr(
             prefill_library,
@@ -237,7 +237,7 @@ def module(name: str, **members: object) -> ModuleType:
 
 @pytest.mark.skipif(ON_GPU, reason="the stand-ins compute on a CPU")
 def test_the_fastest_library_that_works_is_used(host):
-    """And the line in the log says what was tried before it, and why it is not used."""
+    """The fastest working library is used; the log line says why the ones tried before it are not."""
     sgl = {
         "sgl_kernel": module("sgl_kernel", __version__="0.4.10", merge_state_v2=merge_state),
         "sgl_kernel_flash_attn": module("sgl_kernel.flash_attn", flash_attn_varlen_func=attend),
@@ -276,7 +276,7 @@ def library_on_this_gpu(name: str):
 
 @pytest.mark.gpu
 def test_flash_attention_3_agrees_with_the_reference(any_length):
-    """Heads of 128, which it has on every Hopper GPU: new tokens alone, prefixes of one call and of several."""
+    """FlashAttention 3 agrees for heads of 128, which every Hopper GPU supports, with prefixes of any length."""
     library = library_on_this_gpu("FlashAttention 3")
     for lens in BATCHES.values():
         for capacity in (192, 32768):
@@ -295,7 +295,7 @@ def test_flashinfer_agrees_with_the_reference(any_length, heads, lens, capacity)
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["auto", "fa2"])
 def test_flashinfer_over_many_calls(any_length, backend):
-    """One request takes part in few of them, one in none."""
+    """One request takes part in few of the calls, and one in none."""
     library = pytest.importorskip("flashinfer")
     for lens in ([(64 * 40, 70), (0, 3), (64 * 9 + 5, 20)], [(5000, 40)] * 3):
         compare(HEADS[1], lens, 192, library, "cuda", lambda call: backend)

@@ -1,4 +1,4 @@
-"""Rotation, and rotation fused with the store."""
+"""Rotation, alone and fused with the store."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ each_case = pytest.mark.parametrize(("heads", "kind"), CASES, ids=str)
 
 
 def rotations(kind: str, heads: Heads) -> LayerRotations:
-    """``transform``: as transform coding has them, with neither keys nor values orthogonal, and a mean."""
+    """Returns rotations; those of ``transform`` have a mean and orthogonal matrices for neither keys nor values."""
     if kind != "transform":
         return orthogonal_rotations(kind, heads)
     shape = (LAYERS, heads.kv, heads.head_dim, heads.head_dim)
@@ -51,7 +51,7 @@ def test_rotate_agrees_with_float32(heads, kind, tokens):
 @pytest.mark.parametrize("shared", [False, True], ids=["mean per head", "one mean"])
 @pytest.mark.parametrize("stored", [False, True], ids=["rotate", "rotate_and_store"])
 def test_the_mean_is_taken_off_before_the_one_rounding(stored, shared):
-    """On integers, whose products no order of sums can change, bit for bit."""
+    """Compares integers bit for bit, because no order of sums can change their products."""
     heads = HEADS[1]
     scene = make_scene(heads, [70])
     r = torch.randint(-8, 9, (heads.kv, heads.head_dim, heads.head_dim), device=DEVICE).float()
@@ -62,7 +62,7 @@ def test_the_mean_is_taken_off_before_the_one_rounding(stored, shared):
     assert not torch.equal(want, twice), "the test tells one rounding from two"
     matrices = tuple(split_rotation(y) for y in (r, r, r))
     loc = scene.pool.req_to_token[1, :70].long()
-    # Slots of both pages, whatever the scene made of them.
+    # Both pages get slots, whatever the scene gave them.
     scene.pool.page_slot[loc[::PAGE_SIZE] // PAGE_SIZE] = torch.tensor([1, 2], dtype=torch.int32, device=DEVICE)
     bf16_pages = scene.pool.bf16_pages[1]
     store = Store(bf16_pages, bf16_pages.stride(0), scene.pool.places, scene.pool.page_slot, loc) if stored else None
@@ -84,12 +84,12 @@ def test_a_mean_of_keys_that_are_not_rotated_is_refused():
 @pytest.mark.parametrize("heads", ROTATE_HEADS[:2], ids=str)
 def test_a_tokens_rotation_does_not_depend_on_its_batch(heads):
     ops, _ = make_scene(heads, [64]).ops(rotations("shared", heads))
-    q, k, v = activations(heads, 260)  # many are rotated in blocks of another width
+    q, k, v = activations(heads, 260)  # many tokens are rotated in blocks of another width
     whole, part = ops.rotate(0, q, k, v), ops.rotate(0, q[77:208], k[77:208], v[77:208])
     for x, y in zip(whole, part):
         if ON_GPU:
             assert torch.equal(x[77:208], y)
-        else:  # the interpreter's products are a BLAS library's, whose last bits may depend on a block's width
+        else:  # the interpreter multiplies with a BLAS library, whose last bits may depend on a block's width
             assert_close("rotated", x[77:208], y, 1e-4)
 
 
@@ -112,7 +112,7 @@ def test_rotate_and_store_is_rotate_then_store(heads, kind):
 
 @each_case
 def test_rotate_and_keep_is_rotate_then_store(heads, kind):
-    """Tokens of pages without a BF16 copy are skipped: a prefill quantizes these from what is returned."""
+    """Tokens of pages without a BF16 copy are not stored: a prefill quantizes them from the returned tensors."""
     scene = make_scene(heads, [130, 70, 64])
     ops, reference = scene.ops(rotations(kind, heads))
     pool = scene.pool

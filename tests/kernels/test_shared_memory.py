@@ -1,4 +1,4 @@
-"""Kernels over one memory for records and BF16 pages: its strides, and ids that are no pages."""
+"""Kernels work on one memory for records and BF16 pages: its strides, and ids that differ from pages."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ from tests.kernels.scene import (
 )
 
 WIDE = HEADS[1]
-#: Layers of two bits, of other codes and of planes: three layouts in turn, so layers of a store are not neighbours.
+#: Layers with two-bit codes, planes and other codes: the three layouts alternate, so that layers of a store are not
+#: adjacent.
 FORMATS = [
     PageFormat(128, 128, 0.96, 0.92),
     PlaneFormat(128, PlaneCode((5, 3, 3, 1)), PlaneCode((2, 1, 1, 0))),
@@ -47,13 +48,13 @@ def scene() -> Scene:
 
 
 def bytes_of(scene: Scene) -> torch.Tensor:
-    """The whole memory."""
+    """Returns the whole memory."""
     pool = scene.pool
     return torch.empty(0, dtype=torch.uint8, device=DEVICE).set_(pool.bf16_pages.untyped_storage())
 
 
 def written_alike(scene: Scene, write) -> None:
-    """Kernels leave the memory as torch does, bit for bit, and change something."""
+    """Checks that kernels leave the memory bit for bit as torch does, and that something changed."""
     memory, ops = bytes_of(scene), scene.ops(max_batch=1)
     before, left = memory.clone(), []
     for each in ops:
@@ -82,7 +83,7 @@ def test_decode_and_drafts(scene):
 def test_extend(short):
     lens = [(384, 5), (300, 3)] if short else [(384, 66), (300, 3)]
     stored = prefix_scene(WIDE, lens, formats=FORMATS, shared=True)
-    check_extend(stored, lens, 0.02, layers=range(1, len(FORMATS)))  # the first has the last one's format
+    check_extend(stored, lens, 0.02, layers=range(1, len(FORMATS)))  # the first layer has the last one's format
 
 
 def test_new_tokens_go_to_the_pages_of_their_ids(scene):
@@ -105,7 +106,7 @@ def test_pages_are_quantized_where_they_lie(scene):
     pool.bf16_pages[:, slots] = randn(*pool.bf16_pages[:, slots].shape)
     written_alike(scene, lambda ops: ops.quantize_slots(slots, pages, int64(2)))
     _, k, v = activations(WIDE, 2 * P)
-    for layer in range(1, len(FORMATS)):  # the first has the format of the last
+    for layer in range(1, len(FORMATS)):  # the first layer has the last one's format
         written_alike(scene, lambda ops, n=layer: ops.quantize_tokens(n, int64(0, P), pages[:2], k, v))
 
 
@@ -138,7 +139,7 @@ def test_tokens_move_between_pages(scene):
 
 
 def test_a_record_knows_the_distance_to_the_next_page(scene):
-    """So that kernels of a pool of its own are others than those of a shared memory."""
+    """Kernels for a pool with its own memory are compiled separately from those for a shared memory."""
     pool = scene.pool
     plain = make_scene(WIDE, [70], formats=FORMATS).pool
     assert pool.page_stride == pool.arena.page_bytes and plain.page_stride == 0

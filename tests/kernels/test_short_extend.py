@@ -1,4 +1,4 @@
-"""Short extends straight from stored pages, against float64 on the same codes."""
+"""Short extends that read stored pages directly agree with float64 on the same codes."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from tests.kernels.test_unpack import OPERATIONS, execute, words
 from tests.pairs import each, few
 
 BOUND = 5e-3
-#: The interpreter takes its time over rows: here a tile has as few as a product takes.
+#: The launch for small batches. The interpreter is slow per row, so its tiles have as few rows as a product allows.
 SMALL = NARROW if ON_GPU else replace(NARROW, rows=16)
-#: Geometries that one batch is enough for.
+#: Geometries for which one batch is enough.
 OTHERS = [HEADS[7], HEADS[3], HEADS[5], Heads(64, 64, 1, 16), Heads(128, 128, 1, 1), HEADS[2], HEADS[4], *HEADS[6::2]]
 ANY = ShortExtends(costs=None, most_rows_unpacked=1 << 20, least_prefix=0, launch=SMALL)
 
-# Prefix and new tokens of each request.
+# Lengths of the prefix and of the new tokens, for each request.
 BATCHES = {
     "one-token": [(64 * 6 + 5, 1)],
     "ragged": [(64 * 9, 7), (0, 3), (64 * 4 + 63, 1), (5, 9)],
@@ -77,7 +77,7 @@ def test_history_begins_and_ends_anywhere(sink, recent):
 
 @pytest.mark.parametrize("scale", few([0.0, 1e-28, 3e4, 1e-3, 30.0], 3))
 def test_queries_of_any_size(scale):
-    """FP16 holds them by a power of two; large ones make scores that differ by thousands."""
+    """Queries are scaled by a power of two to fit FP16; large ones make scores that differ by thousands."""
     heads = replace(HEADS[0], kv=1)
     check(make_scene(heads, [64 * 5]), [(64 * 5, 4)], layers=[0], size=scale)
 
@@ -110,7 +110,7 @@ def half(x: np.ndarray, shift: int) -> np.ndarray:
 
 
 def fma_f16x2(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
-    """PTX's fma.rn.f16x2: both halves in float64, which holds the product and the sum, rounded once."""
+    """PTX's fma.rn.f16x2: computes both halves in float64, which holds the product and the sum, and rounds once."""
     parts = [half(a, s).astype(np.float64) * half(b, s) + half(c, s) for s in (0, 16)]
     low, high = (x.astype(np.float16).view(np.uint16).astype(np.uint64) for x in parts)
     return low | high << np.uint64(16)
@@ -126,11 +126,11 @@ def test_the_assembly_gives_codes_times_scale_plus_offset(monkeypatch):
     draw = np.random.default_rng(2)
     for ptx, arguments in ((extend_history._KEYS_PTX, 4), (extend_history._VALUES_PTX, 8)):
         pairs = (draw.standard_normal((arguments, count, 4)) * 3).astype(np.float16)
-        if arguments == 4:  # s, z of planes 0 and 1, then of 2 and 3; a token's own in both halves, four times
+        if arguments == 4:  # s, z of planes 0 and 1, then of 2 and 3; a token's value in both halves, four times
             pairs[...] = pairs[..., :1]
             operands = [x[:, [0, 0]].copy().view(np.uint32)[:, 0] for x in pairs for _ in range(4)]
             scale, offset = pairs[[0, 0, 2, 2]], pairs[[1, 1, 3, 3]]
-        else:  # s of each plane, z of each plane; each token's word holds it and its neighbour
+        else:  # s of each plane, then z of each plane; each token's word holds it and its neighbor
             operands = [
                 x[:, 2 * (i // 2) : 2 * (i // 2) + 2].copy().view(np.uint32)[:, 0] for x in pairs for i in range(4)
             ]
@@ -161,7 +161,7 @@ def test_every_row_meets_every_key_once(seed):
             token = row // gqa_group
             first, many = plan.spans[item.start + token]
             assert many == item.parts
-            if many > 1:  # else it has the whole row
+            if many > 1:  # otherwise the item writes the whole row
                 partial = item.begin + token * many + item.part
                 assert (partial, row % gqa_group) not in taken and partial < plan.partials
                 taken.add((partial, row % gqa_group))
@@ -188,7 +188,7 @@ def test_a_long_prefix_fills_the_gpu_once():
 
 
 def test_which_batches_are_short():
-    """``test_extend_costs.py`` has the measured points; here is what does not depend on them."""
+    """Checks rules that do not depend on measured costs; ``test_extend_costs.py`` has the measured points."""
     geometry = Geometry(32, 8, 128, 132)
     suits = lambda prefix, new, short=AS_MEASURED, cheap=True: short.suits(  # noqa: E731
         prefix, new, geometry, cheap=cheap, capacity=65536, flashinfer=True

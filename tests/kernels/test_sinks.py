@@ -1,4 +1,4 @@
-"""Learned sinks: one more key with a score of its own and no value, on every way that attention takes."""
+"""Learned sinks, one more key with a score and no value, work on every path of attention."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ from tests.kernels.test_verify import drafts_of, scene_of, verify
 from tests.pairs import each
 
 BOUND = 5e-3
-#: gpt-oss's heads, one worker of eight.
+#: gpt-oss's heads on one of eight workers.
 GPT_OSS = Heads(64, 64, 1, 8)
-#: Lengths of a decode batch: one item a request, several, and padding.
+#: Lengths of a decode batch: requests with one item, with several, and padding.
 LENGTHS = [1, 65, 64 * 9 + 1, 0, 330]
 LENS = [(64 * 5 + 17, 9), (3, 5), (0, 33), (64 * 4 - 1, 2)]
 
 
 def draw(heads: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Of all kinds: drowned by the keys, about as large as their log-sum-exp, far above it, and none at all."""
+    """Returns sinks of all kinds: far below the keys, near their log-sum-exp, far above it, and none at all."""
     sinks = torch.randn(heads, device=DEVICE) * 2 + 4
     sinks[0], sinks[-1] = 60.0, -60.0
     if heads > 2:
@@ -58,7 +58,7 @@ def draw(heads: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 def by_lse(scene: Scene, layer: int, q: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
-    """The definition: plain attention times sigmoid(lse - sink), float64."""
+    """Computes the definition in float64: plain attention times sigmoid(lse - sink)."""
     out = oracle.decode(scene.pool, layer, q, scene.rows, scene.seq_lens, scene.scale)
     for i, (row, length) in enumerate(zip(scene.rows.tolist(), scene.seq_lens.tolist())):
         keys, _ = oracle.stored(scene.pool, layer, row, length)
@@ -78,7 +78,7 @@ def test_the_oracle_is_the_definition():
 
 
 def test_the_oracle_extends_as_it_decodes():
-    """The last of a request's new tokens sees what a decode step would, once they are stored."""
+    """The last of a request's new tokens gets the result of a decode step over the same stored tokens."""
     heads = HEADS[1]
     scene = make_scene(heads, [64 * 5 + 3], recent=64 * 4)
     pool, sinks, q = scene.pool, draw(heads.q), scene.queries(3)
@@ -130,7 +130,7 @@ def test_decode(heads, dtype, kind):
     tree={"chain": False, "tree": True},
 )
 def test_drafts(heads, dtype, kind, tree):
-    """Every draft's query heads have them; of 7 drafts of 8 heads a KV head, they lie in columns of several chunks."""
+    """Sinks apply to every draft; 7 drafts with 8 heads per KV head span several chunks of columns."""
     formats, count = FORMATS[kind] and [FORMATS[kind](heads)], 7
     scene = scene_of(heads, count, [1, 62, 700], formats=formats)
     ops, reference = scene.ops(max_batch=len(scene.rows))
@@ -140,7 +140,7 @@ def test_drafts(heads, dtype, kind, tree):
     got = verify(ops, 0, q, drafts, scene.scale, sinks)
     assert_close("verify", got.double(), wanted, BOUND)
     assert_close("reference", reference.verify(0, q, drafts, scene.scale, sinks).double(), wanted, BOUND)
-    # The first draft of each is a decode step.
+    # The first draft of each request equals a decode step.
     alone = oracle.decode(scene.pool, 0, q[::count], scene.rows, scene.seq_lens - count + 1, scene.scale, sinks)
     torch.testing.assert_close(wanted[::count], alone)
 
@@ -157,9 +157,9 @@ def test_layers_with_sinks_and_without_share_a_step():
 
 @each(kind=FORMATS.keys(), heads=[GPT_OSS, HEADS[1]], parts={"whole rows": False, "rows in parts": True})
 def test_pages_read_directly(heads, parts, kind):
-    """Rows that are one item have their sinks at once, rows in parts when these are merged."""
+    """A row of one item applies its sinks in the kernel; a row in parts applies them when the parts are merged."""
     formats = FORMATS[kind] and [FORMATS[kind](heads)]
-    # Rows are whole where there are more of them than a GPU has multiprocessors.
+    # Rows stay whole if there are more of them than a GPU has multiprocessors.
     lens = [(64 * 9 + 5, 2), (3, 1)] if parts else [(64 * 3 + 5, 3)] * (140 if ON_GPU else 7)
     short = replace(ANY, launch=replace(ANY.launch, programs_per_sm=1)) if not parts else ANY
     scene = prefix_scene(heads, lens, formats=formats)
@@ -182,7 +182,7 @@ def compare(heads: Heads, bound: float, **more) -> TritonOps:
 
 @each(capacity=[64, 192, 32768], heads=[GPT_OSS, HEADS[1]])
 def test_through_flashinfer(heads, capacity, monkeypatch):
-    """Calls that are alone, and several about the same queries; a stand-in on a CPU."""
+    """Some calls are the only ones for their queries, others share them; on a CPU a stand-in replaces FlashInfer."""
     library = pytest.importorskip("flashinfer") if ON_GPU else STANDIN
     monkeypatch.setattr(ragged, "LEAST_TOKENS", 0)
     monkeypatch.setattr(ragged, "LEAST_PER_REQUEST", 0)
@@ -193,7 +193,7 @@ def test_through_flashinfer(heads, capacity, monkeypatch):
 
 
 def test_a_group_whose_last_request_has_no_prefix(monkeypatch):
-    """Its first call has all the queries, the merged ones fewer."""
+    """If the group's last request has no prefix, the first call has all queries and the merged calls have fewer."""
     if ON_GPU:
         pytest.skip("the stand-in computes on a CPU")
     heads, lens = HEADS[1], [(64 * 9, 20), (0, 3)]
@@ -220,7 +220,7 @@ def test_scaling_what_is_finished(shape):
 
 
 class Natural(Wrapper):
-    """A FlashInfer whose log-sum-exp is of base e."""
+    """A stand-in for FlashInfer whose log-sum-exp has base e."""
 
     def run(self, *args, return_lse=False, **kwargs):
         out, lse = super().run(*args, return_lse=True, **kwargs)
@@ -237,7 +237,7 @@ def test_a_library_with_another_log_sum_exp_is_not_used():
 
 
 def test_sinks_do_not_care_for_rotations():
-    """A request with everything in BF16 and rotated: out of the rotated basis the answer is the plain model's."""
+    """After rotating back, the answer of a rotated request with all tokens in BF16 equals the plain model's."""
     heads = HEADS[1]
     scene = make_scene(heads, [PAGE_SIZE * 2], recent=4096)
     pool = scene.pool

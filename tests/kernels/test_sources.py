@@ -1,4 +1,4 @@
-"""What kernels' sources must not do, because it works here and not in a server."""
+"""Kernels' sources avoid constructs that work in tests but fail in a server."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def is_jitted(function: ast.FunctionDef) -> bool:
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_kernels_compute_no_power_of_two_themselves(path):
-    """SGLang replaces ``triton.next_power_of_2`` by a function that Triton cannot call in a kernel."""
+    """SGLang replaces ``triton.next_power_of_2`` with a function that Triton cannot call in a kernel."""
     found = [
         f"{path.name}:{node.lineno}"
         for function in ast.walk(ast.parse(path.read_text()))

@@ -1,4 +1,4 @@
-"""Which launches of a decode step overlap which."""
+"""The launches of a decode step overlap in the planned order."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ BOTH = Overlap(early=True, lets_next=True)
 
 
 def test_a_step_of_three_layers():
-    """Nothing is early right behind the plan; from then on everything is."""
+    """The first launch after the plan does not start early; all later ones do."""
     order = StepOrder(possible=True)
     order.plan()
     assert order.rotate() == Overlap(early=False, lets_next=True)

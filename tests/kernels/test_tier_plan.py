@@ -1,4 +1,4 @@
-"""Planning with the Triton backend: the same decisions as on a CPU, without waiting for the device."""
+"""The Triton backend plans the same decisions as on a CPU, without waiting for the device."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def drive(tiers: TierManager) -> list[torch.Tensor]:
         tiers.pending.free_rows([3])
         tiers.plan_decode(ids(1, 2) if device.type == "cpu" else decodes[0][0][:2], decodes[-1][1][:2], 1600)
     pool = tiers.pool
-    valid = tiers.page_valid[1:]  # page 0 is nobody's
+    valid = tiers.page_valid[1:]  # page 0 belongs to no request
     state = (pool.page_slot, tiers.slot_page, valid, pool.row_sink_end, pool.row_history_end, pool.stores[0].records)
     return [x.cpu() for x in (*state, tiers.errors)]
 

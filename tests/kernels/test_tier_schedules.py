@@ -1,4 +1,4 @@
-"""Plans by kernels are those of torch, bit for bit, through whatever a scheduler does."""
+"""Plans by kernels equal those by torch bit for bit, whatever a scheduler does."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.pairs import each, few
 
 
 def use_blocks(monkeypatch: pytest.MonkeyPatch, elements: int, pages: int) -> None:
-    """Small ones, so that every loop over blocks turns more than once."""
+    """Sets small blocks, so that every loop over blocks has more than one iteration."""
     monkeypatch.setattr(bf16_pages, "_ELEMENTS", elements)
     monkeypatch.setattr(bf16_pages, "_ENTRIES", pages)
     monkeypatch.setattr(ranges, "_PAGES", pages)
@@ -44,7 +44,7 @@ def test_random_schedules(seed, drafts, monkeypatch):
 
 @pytest.mark.parametrize("write_back", [False, True], ids=["write-through", "write-back"])
 def test_random_schedules_with_host_memory(write_back, monkeypatch):
-    """Tables are equal before every copy, too."""
+    """Tables are also equal before every copy."""
     use_blocks(monkeypatch, 32, 4)
     rng = random.Random(1)
     model = Model(40, 3 * 5 + 2, 3, 1, 2, TwinTierManager, overlap=True).add_host(50, rng, write_back=write_back)
@@ -77,7 +77,7 @@ def test_random_schedules_of_a_shared_memory(seed, monkeypatch):
 
 @pytest.mark.parametrize("pages", few([3, 1, 40], 1))
 def test_prefills_read_what_left_the_window_lately(pages, monkeypatch):
-    """With BF16 pages to spare, which later prompts take."""
+    """With spare BF16 pages, prefills read tokens that left the window recently, until later prompts take the pages."""
     use_blocks(monkeypatch, 32, 4)
     model = Model(60, 16, 2, 1, 1, TwinTierManager, overlap=True, prefill_pages=pages)
     for n in range(4):
@@ -94,7 +94,7 @@ def test_prefills_read_what_left_the_window_lately(pages, monkeypatch):
 
 @pytest.mark.parametrize("overlap", few([True, False], 1), ids=few(["in-flight", "alone"], 1))
 def test_random_schedules_keep_first_tokens(overlap, monkeypatch):
-    """With conversations enough, and BF16 pages few enough, that sinks are taken and first pages restored."""
+    """There are enough conversations, and few enough BF16 pages, that sinks lose them and first pages are restored."""
     use_blocks(monkeypatch, 32, 4)
     monkeypatch.setattr(keep_sink_tokens, "_ROWS", 2)
     monkeypatch.setattr("sglang_kvq.cache.sink_token_cache.PAGES_PER_ENTRY", 14)
@@ -117,7 +117,7 @@ def test_random_schedules_keep_first_tokens(overlap, monkeypatch):
 def twins(
     rows: int, pages_each: int, slots: int, sinks: int = 1, recent: int = 4, format: RecordFormat | None = None
 ) -> TwinTierManager:
-    """Rows of distinct, shuffled pages; nothing is quantized or restored for real."""
+    """Returns twin tier managers over rows of distinct, shuffled pages; nothing is really quantized or restored."""
     order = torch.randperm(rows * pages_each).view(rows, pages_each) + 1
     table = torch.zeros(rows + 1, pages_each * P, dtype=torch.int32)
     table[1:] = (order[:, :, None] * P + torch.arange(P)).flatten(1)
@@ -127,7 +127,7 @@ def twins(
 
 
 def test_many_rows_and_slots(monkeypatch):
-    """BF16 pages of earlier batches, freed and not, give way to later ones, dozens at a time."""
+    """BF16 pages of earlier batches, freed or not, are reused by later ones, dozens at a time."""
     use_blocks(monkeypatch, 256, 64)
     tiers = twins(rows=80, pages_each=9, slots=270)
     everyone = torch.randperm(80) + 1
@@ -135,7 +135,7 @@ def test_many_rows_and_slots(monkeypatch):
     for rows in (everyone[:40], everyone[40:], everyone[20:60]):
         lens = torch.randint(2, 9 * P - 70, (40,))
         prefix = (lens * torch.randint(0, 2, (40,)) // 2).clamp(min=1)
-        tiers.plan_extend(rows, prefix * 0, prefix, 1, none)  # a prompt of one token reads it
+        tiers.plan_extend(rows, prefix * 0, prefix, 1, none)  # a prompt of one new token reads it
         tiers.plan_extend(rows, prefix, lens, 9 * P, none)
         for _ in range(2):
             lens += 33
@@ -148,7 +148,7 @@ def test_many_rows_and_slots(monkeypatch):
 
 
 def test_a_request_with_one_new_token_reads_it_like_a_decode_step():
-    """Its token begins a page, completes one; the third request prefills."""
+    """One request's token begins a page, another's completes one; the third request prefills."""
     tiers = twins(rows=3, pages_each=9, slots=24)
     ids, none = lambda *x: torch.tensor(x), torch.empty(0, dtype=torch.int64)
     pages = tiers.pool.req_to_token[:, ::P] // P
@@ -164,7 +164,7 @@ def test_bf16_pages_that_are_too_few_are_counted_and_none_in_use_is_taken():
     ids = lambda *x: torch.tensor(x)  # noqa: E731
     tiers.plan_extend(ids(1), ids(0), ids(200), 0, ids().long())
     held = tiers.slot_page.clone()
-    tiers.plan_extend(ids(2, 3), ids(0, 0), ids(200, 400), 0, ids().long())  # 4 and 6 more, of which 3 are left
+    tiers.plan_extend(ids(2, 3), ids(0, 0), ids(200, 400), 0, ids().long())  # need 4 and 6 more, but 3 are left
     assert int(tiers.errors) == 7
     assert torch.equal(tiers.slot_page[held > 0], held[held > 0])
 
@@ -174,14 +174,14 @@ def test_events_keep_their_order():
     tiers.plan_extend(torch.tensor([1, 2]), torch.tensor([0, 0]), torch.tensor([300, 300]), 0, torch.empty(0).long())
     pages = tiers.pool.req_to_token[:, ::P].long() // P
     ticket = tiers.pending.reserve_move()
-    tiers.pending.free_pages(pages[1, :3])  # after the move they have no BF16 copies
+    tiers.pending.free_pages(pages[1, :3])  # after the move, these pages have no BF16 copies
     tiers.pending.free_rows([1])
-    tiers.pending.free_pages(pages[1, 2:6])  # one of them again
-    tiers.pending.reserve_move()  # that turned out to be none
+    tiers.pending.free_pages(pages[1, 2:6])  # one of these is freed again
+    tiers.pending.reserve_move()  # a move that turns out to be empty
     tiers.pending.fill_move(ticket, pages[1, :3], pages[3, :3])
     tiers.pending.free_pages(pages[3, 1:2])
     own, kept = torch.cat([pages[2, :5], pages[2, :1]]), torch.cat([pages[2, :2], pages[4, 2:5], pages[4, :1]])
-    tiers.pending.fill_move(tiers.pending.reserve_move(), own, kept)  # the first two stay where they are
+    tiers.pending.fill_move(tiers.pending.reserve_move(), own, kept)  # the first two pages stay in place
     tiers.apply_pending()
     slots = tiers.pool.page_slot
     assert (slots[pages[1]] < 0).all() and (slots[pages[3, :3]] > 0).tolist() == [True, False, True]

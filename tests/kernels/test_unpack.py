@@ -1,4 +1,4 @@
-"""The inline assembly that unpacks codes, which Triton's interpreter cannot run: executed here line by line."""
+"""Executes the inline assembly that unpacks codes line by line, because Triton's interpreter cannot run it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CODES = pytest.mark.parametrize("codes", ALL.values(), ids=lambda c: f"{c.bits}-
 
 
 def permute(a: np.ndarray, b: np.ndarray, selector: np.ndarray) -> np.ndarray:
-    """PTX's prmt.b32, its default mode."""
+    """Executes PTX's prmt.b32 in its default mode."""
     both, result = a | b << 32, np.zeros_like(a)
     for i in range(4):
         nibble = selector >> 4 * i & 15
@@ -27,7 +27,7 @@ def permute(a: np.ndarray, b: np.ndarray, selector: np.ndarray) -> np.ndarray:
 
 
 def lop3(a: np.ndarray, b: np.ndarray, c: np.ndarray, table: np.ndarray) -> np.ndarray:
-    """Bit 4 a + 2 b + c of the table, for each bit of three words."""
+    """Returns bit 4 a + 2 b + c of the table, for each bit of three words."""
     terms = (
         (a if n & 4 else ~a) & (b if n & 2 else ~b) & (c if n & 1 else ~c) for n in range(8) if int(table[0]) >> n & 1
     )
@@ -48,13 +48,13 @@ OPERATIONS = {
 
 
 def execute(assembly: str, outputs: int, inputs: list[np.ndarray]) -> list[np.ndarray]:
-    """Run lines of PTX over arrays of 32-bit words."""
+    """Runs lines of PTX over arrays of 32-bit words."""
     values = {f"${outputs + i}": x.astype(np.uint64) for i, x in enumerate(inputs)}
     for line in assembly.replace("{", "").replace("}", "").split(";"):
         if not line.strip() or ".reg" in line:
             continue
         name, target, *operands = re.split(r"[\s,]+", line.strip())
-        if name == "mov.b32" and len(operands) == 2:  # a word to its halves
+        if name == "mov.b32" and len(operands) == 2:  # splits a word into its halves
             word = values[operands[1]]
             values[target], values[operands[0]] = word & np.uint64(0xFFFF), word >> np.uint64(16)
             continue
@@ -68,7 +68,7 @@ def words(count: int, seed: int) -> np.ndarray:
 
 
 def right(codes: Codes, low: np.ndarray, high: np.ndarray, shift: np.ndarray, plane: int) -> np.ndarray:
-    """What ``unpack`` documents, int ``[words, 4]``."""
+    """Computes the result that ``unpack`` documents, int ``[words, 4]``."""
     low, high = (x.astype(np.uint32).view(np.uint8).reshape(-1, 4).astype(int) for x in (low, high))
     code = low >> 2 * plane & 3
     if codes.bits == 2:
@@ -95,7 +95,7 @@ def test_planes(codes, fixed):
 
 @CODES
 def test_products_of_levels_fit_their_accumulators(codes):
-    """|operand| <= 127 times levels over 256 dims stay within the 2^22 that ``int8.MAGIC`` allows."""
+    """|operand| <= 127 times levels, summed over 256 dims, stays within the 2^22 that ``int8.MAGIC`` allows."""
     most = max(abs(level - unpack.centre(codes)) for level in codes.levels) * (2 if unpack.in_steps(codes) else 1)
     assert most < 128 and 127 * most * 256 < 2**22
 
@@ -111,7 +111,7 @@ def test_odd_codes_make_up_for_uneven_levels():
 
 
 def test_queries_are_split():
-    """Second bytes of four words, and first bytes of four others."""
+    """The assembly collects the second bytes of four words and the first bytes of four others."""
     inputs = [words(2000, seed) for seed in range(8)]
     high, low = execute(decode_half_int8.SPLIT.value, 2, inputs)
     assert np.array_equal(high, np.stack([x >> np.uint64(8) for x in inputs[:4]], 1).astype(np.uint8).view(np.int8))

@@ -1,4 +1,4 @@
-"""Attention of drafts, in chains and trees, against float64 on the same codes."""
+"""Attention of drafts, in chains and trees, agrees with float64 on the same codes."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from tests.kernels.test_decode import BOUND
 from tests.kernels.test_formats import make_format
 from tests.pairs import few
 
-#: Stored before the drafts; a request may have nothing but its first token, or its drafts begin a page.
+#: Tokens stored before the drafts; a request may have only its first token, or its drafts may begin a page.
 PREFIXES = [1, 60, 64, 127, 200, 640, 700]
 if ON_GPU:
     PREFIXES += [20_000, 100_001]
@@ -22,13 +22,13 @@ if ON_GPU:
 
 def drafts_of(scene: Scene, count: int, tree: bool = False) -> DraftBatch:
     seen = chain(count, DEVICE).expand(len(scene.rows), -1)
-    if tree:  # each its own
+    if tree:  # one tree per request
         seen = torch.stack([random_tree(count) for _ in scene.rows]).to(DEVICE)
     return DraftBatch(scene.rows, scene.seq_lens, seen)
 
 
 def random_tree(count: int) -> torch.Tensor:
-    """Every draft but the first has some earlier one as parent, and sees what that sees and itself."""
+    """Returns a tree: each draft but the first sees itself and all that its parent, an earlier draft, sees."""
     mask = torch.eye(count, dtype=torch.bool)
     for draft in range(1, count):
         mask[draft] |= mask[int(torch.randint(0, draft, ()))]
@@ -47,7 +47,7 @@ def verify(
     scale: float,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """One step of one layer; what an earlier one left in buffers must not matter."""
+    """Runs one step of one layer; buffers are poisoned, because leftovers of an earlier step must not matter."""
     ops.reserve_drafts(len(drafts.rows), drafts.count)
     space = ops._verifications[drafts.count]
     for buffer in (space.partial, space.lse):
@@ -110,7 +110,7 @@ def test_one_draft_is_a_decode_step():
 
 @pytest.mark.parametrize("attend", ["kernel", "reference"])
 def test_a_draft_does_not_see_what_follows_it(attend):
-    """Another last draft changes its own result and no other's."""
+    """Changing the last draft changes its own result and no other's."""
     count = 4
     scene = scene_of(HEADS[1], count, [62, 700])
     ops, reference = scene.ops()
@@ -131,7 +131,7 @@ def test_a_draft_does_not_see_what_follows_it(attend):
 
 
 def test_padding_is_verified_too():
-    """Rows that pad a batch to a graph's size: one token and as many drafts of page 0."""
+    """Rows that pad a batch to a graph's size hold one token, and drafts in page 0; they give no NaN."""
     scene = make_scene(HEADS[1], [300, 0, 0])
     ops, _ = scene.ops()
     lens = torch.where(scene.rows > 0, scene.seq_lens, 1 + 4)

@@ -1,4 +1,4 @@
-"""A tier manager planned in torch, with one planned by kernels beside it that must agree after every plan."""
+"""A tier manager that plans in torch, paired with one that plans with kernels; both must agree after every plan."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.kernels.scene import DEVICE
 
 
 def tables(tiers: TierManager) -> dict[str, torch.Tensor]:
-    """Everything a plan changes, on the host; without slot 0 and page 0, whose stamp and record mean nothing."""
+    """Returns everything that a plan changes, on the host, except slot 0's stamp and page 0's record."""
     pool = tiers.pool
     state = {
         "page_slot": pool.page_slot,
@@ -52,11 +52,11 @@ def assert_same(got: TierManager, want: TierManager) -> None:
 
 
 class TwinTierManager(TierManager):
-    """Drop-in for ``TierManager`` on the CPU. What is quantized are the kernels' lists, at the end of a plan.
+    """A drop-in for ``TierManager`` on the CPU. At the end of a plan it quantizes the pages that the kernels listed.
 
     Attributes:
-        plans, quantized, filled, restored: how much was compared, so that a test can tell that something was;
-            ``filled`` are times that pages were copied or filled with chosen tokens, whose records are compared too.
+        plans, quantized, filled, restored: counts of comparisons, so that a test can check that some were made;
+            ``filled`` counts pages that were copied or filled with chosen tokens, whose records are compared too.
     """
 
     def __init__(
@@ -70,8 +70,8 @@ class TwinTierManager(TierManager):
         kept_pages: int | None = None,
         written: int = 1,
     ) -> None:
-        wanted, got = [], []  # (slot, page) that this plan quantizes
-        to_restore, restored = [], []  # pages, at the end of a plan, as what is in their BF16 copies may be quantized
+        wanted, got = [], []  # (slot, page) pairs that this plan quantizes
+        to_restore, restored = [], []  # pages at the end of a plan, as their BF16 copies may be quantized then
         self._restore = restore_pages
 
         def pairs(slots: torch.Tensor, pages: torch.Tensor, count: torch.Tensor) -> list[tuple[int, int]]:
@@ -98,7 +98,7 @@ class TwinTierManager(TierManager):
         if pool.sink_cache is not None:
             own["sink_cache"] = SinkTokenCache(*(x.to(DEVICE, copy=True) for x in vars(pool.sink_cache).values()))
         theirs = replace(pool, stores=stores, **own)
-        if pool.arena is not None:  # one memory there too
+        if pool.arena is not None:  # the kernels' pool has one memory as well
             sizes = {"pages": pool.pages, "slots": pool.slots, "arena": pool.arena}
             table = own["req_to_token"]
             theirs = PagePool.allocate(pool.formats, kv_heads=pool.kv_heads, req_to_token=table, **sizes)
@@ -114,7 +114,7 @@ class TwinTierManager(TierManager):
         assert_same(self.kernels, self)
 
     def apply_pending(self) -> None:
-        """A boundary alone: what is quantized after it, by the kernels first, has moved in both."""
+        """Applies recorded events, each moved boundary alone, so that both managers have moved before they write."""
         events = self.pending._events
         if len(events) > 1 and any(isinstance(event, MovedBoundary) for event in events):
             at = next(i for i, event in enumerate(events) if isinstance(event, MovedBoundary))
@@ -124,17 +124,18 @@ class TwinTierManager(TierManager):
             return
         events = self.kernels.pending._events = list(events)
         fills = sum(isinstance(event, Fill) for event in events)
-        if fills:  # from the same records, each in its own
+        if fills:  # both start from the same records, in separate tensors
             for own, ours in zip(self.kernels.pool.stores, self.pool.stores):
                 own.records.copy_(ours.records)
-        if self.sink_cache is not None:  # what batches have written
+        if self.sink_cache is not None:  # BF16 tokens that batches have written
             self.kernels.pool.bf16_pages.copy_(self.pool.bf16_pages)
         self.kernels.apply_pending()
         super().apply_pending()
         assert_same(self.kernels, self)
         if fills:
             for own, ours in zip(self.kernels.pool.stores, self.pool.stores):
-                # Records of other pages share their memory with BF16 pages, here but not there.
+                # In a shared memory, records of other pages overlap BF16 pages of this pool, which the kernels' pool
+                # does not write.
                 of = slice(None) if self.places is None else self.page_valid.nonzero().flatten()
                 assert torch.equal(own.records.cpu()[:, of], ours.records[:, of]), "records of pages that were filled"
         self.filled += fills

@@ -125,7 +125,7 @@ def test_flag_that_means_nothing_to_a_method_is_refused(fields, message):
 
 
 def test_kivi_groups_of_the_paper():
-    """arXiv 2402.02750: groups of 32 tokens for keys and 32 channels for values."""
+    """The paper (arXiv 2402.02750) uses groups of 32 tokens for keys and 32 channels for values."""
     format = resolve_formats(KVQuantConfig("kivi", group_size=32), None, model())[0]
     assert (format.run, format.group_size, format.bits_per_element) == (32, 32, 3.0)
     assert (format.k.axis, format.v.axis) == ("channel", "token")
@@ -184,7 +184,7 @@ def test_oscar_is_the_int2_of_the_fast_kernels():
 
 
 def foreseen(rotations: Rotations, formats: tuple) -> float:
-    """What the model is foreseen to lose, by importance, energies and each plane's distortion."""
+    """Returns the model's predicted loss, from importance, energies and each plane's distortion."""
     total = 0.0
     for part, energies in (("k", rotations.k_energies), ("v", rotations.v_energies)):
         planes = energies.double().unflatten(-1, (4, -1)).sum((1, 3))  # all heads: [layers, planes]
@@ -195,7 +195,7 @@ def foreseen(rotations: Rotations, formats: tuple) -> float:
 
 
 def test_planes_go_where_the_model_minds():
-    """Within the budget, better than any one pattern everywhere, and by a layer's importance."""
+    """Planes follow the budget and a layer's importance, and beat any single pattern for all layers."""
     rotations = random_transform(LAYERS, KV_HEADS, 128)
     rotations = replace(rotations, meta=replace(rotations.meta, importance={"k": [1.0] * 3 + [1e6], "v": [1.0] * 4}))
     formats = resolve_formats(KVQuantConfig("transform", bits="2.3"), rotations, model())
@@ -237,7 +237,7 @@ def test_rotations_of_another_kind_say_how_to_get_the_right_ones(tmp_path):
 
 
 def test_folded_steps_leave_attention_as_it_is():
-    """Every worker's slice: what queries read of keys, and outputs of values, is what it was without any of it."""
+    """Folded steps change neither scores nor outputs, in every worker's slice."""
     rotations = random_transform(LAYERS, KV_HEADS, 64)
     formats = resolve_formats(KVQuantConfig("transform"), rotations, model(64))
     worker = rotations_of_worker(rotations, formats[1:], range(1, LAYERS), KV_HEADS, 1, 1)
@@ -267,7 +267,7 @@ def test_random_rotations_are_orthogonal_and_of_each_head():
 
 
 def test_random_rotations_are_haar():
-    """Of a Haar matrix: entries' mean 0, variance 1/D, fourth moment 3 / (D (D + 2)); trace's mean 0, variance 1."""
+    """Haar matrices: entries have mean 0, variance 1/D, 4th moment 3 / (D (D + 2)); traces mean 0, variance 1."""
     x = random_rotations(40, 25, 16, seed=1).k.double().flatten(0, 1)
     d, n = 16, x.numel()
     assert abs(x.mean().item()) < 4 * (1 / d / n) ** 0.5

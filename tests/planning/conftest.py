@@ -1,4 +1,4 @@
-"""A process in which SGLang reads configs of models without a GPU."""
+"""Runs SGLang's readers of model configs in a process without a GPU."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""``kvq plan`` of a model on the hub: only its config and the headers of its weights are fetched."""
+"""``kvq plan`` of a model on the hub fetches only its config and the headers of its weights."""
 
 from __future__ import annotations
 

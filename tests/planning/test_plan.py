@@ -1,4 +1,4 @@
-"""``kvq plan``: its figures are those of measured servers, its advice serves the wish, its errors are one line."""
+"""``kvq plan`` gives the figures of measured servers, advice that meets the request, and errors in one line."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ new_tree = pytest.mark.skipif(
 )
 MODELS = ROOT / "benchmarks" / "models"
 QWEN3 = str(MODELS / "qwen3-8b")
-#: What was measured, by the GPU's name.
+#: Measured results, by the GPU's name.
 RESULTS = {
     path.stem.removeprefix("serving_"): json.loads(path.read_text())
     for path in (ROOT / "benchmarks" / "results").glob("serving_*.json")
     if path.stem.removeprefix("serving_") in KNOWN
 }
-#: Of each capacity that a file may have: scenario, model, method, bits.
+#: Scenario, model, method and bits of each capacity that a file may have.
 CAPACITIES = (
     ("capacity", "qwen3-8b", "oscar", None),
     ("capacity transform 1.6", "qwen3-8b", "transform", "1.6"),
     ("qwen3-30b-a3b/tokens", "qwen3-30b-a3b", "oscar", None),
 )
-#: Rows of loaded servers, which have their tokens too (``benchmarks/workloads.py``), and their methods.
+#: Rows of loaded servers, which also report tokens (``benchmarks/workloads.py``), and their methods.
 LOADED = (("bench 1k, none", "none"), ("bench 1k, oscar", "oscar"))
-#: The same of a server whose memory is shared.
+#: Rows of a server whose memory is shared.
 SHARED = json.loads((ROOT / "benchmarks" / "results" / "serving_default_h100.json").read_text())["rows"]
 SERVERS = [
     (gpu, *capacity)
@@ -64,7 +64,7 @@ def planner(name: str, gpu: str = "h200", wish: Wish | None = None, weights: Wei
 
 
 def divided_once(plan: Planner, method: str, bits: str | None) -> Row:
-    """A method's row on a server that divides its memory once, as those did that were measured."""
+    """Returns a method's row for a server that divides its memory once, like the measured ones."""
     config = KVQuantConfig(method, bits=bits, bf16_budget=DEFAULT_BUDGET)
     return plan._method_row(config, plan._geometry(config))
 
@@ -86,7 +86,7 @@ def row_of(plan: dict, name: str) -> dict:
 
 @pytest.mark.parametrize(("gpu", "scenario", "model", "method", "bits"), SERVERS)
 def test_figures_are_those_of_servers(gpu, scenario, model, method, bits):
-    """Within 2%, from the GPU's name and the config alone: both servers ran with --mem-fraction-static 0.85."""
+    """Figures from the GPU's name and the config are within 2% of servers with --mem-fraction-static 0.85."""
     assert gpu.upper() in RESULTS[gpu]["device"]
     server, plan = measured(scenario, gpu), planner(model, gpu)
     plain, ours = next(plan.plain_rows()), divided_once(plan, method, bits)
@@ -178,7 +178,7 @@ def test_a_shared_memory_serves_many_requests_without_a_budget():
 
 
 def test_budget_is_raised_for_many_requests_and_left_alone_otherwise(monkeypatch):
-    """Where the release divides the memory once."""
+    """Checks a release that divides the memory once."""
     monkeypatch.setattr(compat, "sglang_version", lambda: Version("0.5.18"))
     few, many = (planner("qwen3-8b", wish=Wish(4096, n)).row_of("hadamard", None) for n in (150, 300))
     assert few.serves and few.budget == 0.1

@@ -1,4 +1,4 @@
-"""Fixtures of the calibration's tests."""
+"""Fixtures for tests of the calibration."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from tests.rotations.helpers import tiny_llama
 
 @pytest.fixture(scope="module")
 def one_thread():
-    """For tensors too small for more; on a busy machine more threads only wait for each other."""
+    """Uses one thread: these tensors are too small for more, which would only wait for each other on a busy machine."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -17,11 +17,11 @@ def one_thread():
 
 @pytest.fixture(scope="module")
 def llama():
-    """A random model; tests leave it as it is."""
+    """A random model that tests must not change."""
     return tiny_llama()
 
 
 @pytest.fixture(scope="module")
 def ids():
-    """Tokens for it."""
+    """Token ids for that model."""
     return torch.randint(97, (1100,), generator=torch.Generator().manual_seed(0))

@@ -1,4 +1,4 @@
-"""Rotations and tiny models for these tests."""
+"""Rotations and tiny models for the tests of rotations."""
 
 import torch
 
@@ -10,7 +10,7 @@ from sglang_kvq.rotations.maths.transform import coding_basis
 
 
 def random_rotations(layers=2, heads=2, dim=64, seed=0, balanced=False) -> Rotations:
-    """Orthogonal ones, or with ``balanced`` keys and queries multiplied by a matrix and its inverse."""
+    """Returns orthogonal rotations; ``balanced`` multiplies keys by a matrix and queries by its inverse."""
     generator = torch.Generator().manual_seed(seed)
     k, v = (torch.linalg.qr(torch.randn(layers, heads, dim, dim, generator=generator)).Q for _ in range(2))
     eigen = torch.rand(layers, heads, dim, generator=generator)
@@ -24,7 +24,7 @@ def random_rotations(layers=2, heads=2, dim=64, seed=0, balanced=False) -> Rotat
 
 
 def random_transform(layers=2, heads=2, dim=64, seed=0, decades=4.0) -> Rotations:
-    """For transform coding: bases of random covariances and weights whose eigenvalues lie ``decades`` apart."""
+    """Returns bases for transform coding, of random matrices whose eigenvalues span ``decades`` decades."""
     generator = torch.Generator().manual_seed(seed)
 
     def moment() -> torch.Tensor:
@@ -44,7 +44,7 @@ def random_transform(layers=2, heads=2, dim=64, seed=0, decades=4.0) -> Rotation
 
 
 def tiny_llama(layers=2, heads=4, kv_heads=2, dim=64):
-    """A random Llama with a strong constant part in its keys, as trained models have."""
+    """Returns a random Llama whose keys have a strong constant part, as in trained models."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -66,7 +66,7 @@ def tiny_llama(layers=2, heads=4, kv_heads=2, dim=64):
 
 
 def tiny_model_folder(folder, tokens):
-    """A saved ``tiny_llama`` with a tokeniser of 97 words, and a text of that many random ones: both paths."""
+    """Saves a ``tiny_llama`` with a tokenizer of 97 words, and a text of random words. Returns both paths."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -81,7 +81,7 @@ def tiny_model_folder(folder, tokens):
 
 
 def mean_kl(model, contexts, candidates, *, first=500):
-    """The mean KL of ``divergences`` over tokens, by name of the candidate."""
+    """Returns the mean KL of ``divergences`` over tokens, by the candidate's name."""
     return {
         name: float(found.kl.mean()) for name, found in divergences(model, contexts, candidates, first=first).items()
     }
@@ -89,7 +89,7 @@ def mean_kl(model, contexts, candidates, *, first=500):
 
 @torch.no_grad()
 def exact_sums(model, ids, chosen, quantizer, *, first):
-    """Computes directly what ``fisher_sums`` approximates, of the chosen layers: the KL divergence itself."""
+    """Computes the KL divergence that ``fisher_sums`` approximates, directly, for the chosen layers."""
 
     def log_probs(only, variant):
         def hook(layer, q, k, v, scale):

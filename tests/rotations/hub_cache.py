@@ -1,4 +1,4 @@
-"""The Hugging Face hub's cache, laid out by hand: what a server without a network finds."""
+"""Builds the Hugging Face hub's cache by hand, for servers without a network."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ import os
 import shutil
 from pathlib import Path
 
-#: Commit that every repository is laid out at, and that ``refs/main`` names.
+#: The commit that every repository is stored at and that ``refs/main`` names.
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 def lay_out(cache: Path, repository: str, folder: str, source: Path) -> None:
-    """Add the files of ``source`` to a hub cache, as if a download had put them there.
+    """Adds the files of ``source`` to a hub cache, as if a download had put them there.
 
     Args:
         cache: the folder that ``HF_HUB_CACHE`` names; made if it does not exist.
         repository: ``org/name`` of a model repository. Calls for one repository add to one snapshot.
-        folder: where the files lie in the repository; "" for its root.
-        source: a local folder; its files are copied, folders in it are not.
+        folder: the files' folder in the repository; "" for its root.
+        source: a local folder; its files are copied, its subfolders are not.
     """
     root = cache / f"models--{repository.replace('/', '--')}"
     target = root / "snapshots" / COMMIT / folder

@@ -1,4 +1,4 @@
-"""A Hugging Face hub of one repository on this machine: what the real client library talks to."""
+"""A Hugging Face hub with one repository on this machine, which the real client library talks to."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ REPOSITORY = "org/zoo"
 
 @contextmanager
 def hub_server(revisions: dict[str, tuple[str, Path]]) -> Iterator[tuple[str, list[str]]]:
-    """Serve ``REPOSITORY``: by revision, the commit's 40 digits and the folder with its files.
+    """Serves ``REPOSITORY``: for each revision, the commit's 40 digits and the folder with its files.
 
     Yields:
-        its address, for ``HF_ENDPOINT``, and a list to which the path of each request is added.
+        The server's address, for ``HF_ENDPOINT``, and a list to which the path of each request is added.
     """
     asked: list[str] = []
 
@@ -37,7 +37,7 @@ def hub_server(revisions: dict[str, tuple[str, Path]]) -> Iterator[tuple[str, li
             asked.append(path)
             if path.startswith(f"/api/models/{REPOSITORY}"):
                 kind, _, rest = path.removeprefix(f"/api/models/{REPOSITORY}").strip("/").partition("/")
-                if kind == "tree" and rest.rpartition("/")[0] in revisions:  # a folder, and none has any
+                if kind == "tree" and rest.rpartition("/")[0] in revisions:  # a folder, which no revision has
                     self.answer(404, X_Error_Code="EntryNotFound")
                 else:
                     self.api(kind, rest or "main")
@@ -80,7 +80,7 @@ def hub_server(revisions: dict[str, tuple[str, Path]]) -> Iterator[tuple[str, li
             self.answer(200, data, ETag=f'"{hashlib.sha1(data).hexdigest()}"', X_Repo_Commit=commit)
 
         def log_message(self, *_: object) -> None:
-            """Write nothing."""
+            """Writes nothing."""
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     thread = threading.Thread(target=server.serve_forever, daemon=True)

@@ -1,4 +1,4 @@
-"""Rotation files as OSCAR's authors publish them: real ones, which the repository does not hold, and random ones."""
+"""Rotation files as OSCAR's authors publish them: real ones, which the repository does not contain, and random ones."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ HADAMARD = ("k_rotation_hadamard.pt", "v_rotation_hadamard.pt")
 
 
 def real_files(model: str) -> Path:
-    """The folder of a model's published rotations in ``oscar_rotations`` of the shared data.
+    """Returns the folder of a model's published rotations, in ``oscar_rotations`` of the shared data.
 
-    That lies in ``$KVQ_SHARED_DATA``, or in ``shared/data`` beside the repository or above it.
+    The shared data lie in ``$KVQ_SHARED_DATA``, or in ``shared/data`` next to the repository or above it.
 
     Raises:
-        FileNotFoundError: it lies in none of them.
+        FileNotFoundError: no place has the folder.
     """
     given = os.environ.get("KVQ_SHARED_DATA")
     places = [Path(given)] if given else [parent / "shared" / "data" for parent in ROOT.parents]
@@ -35,13 +35,13 @@ def real_files(model: str) -> Path:
 
 
 def rotation(*shape: int, seed: int = 0) -> torch.Tensor:
-    """Random orthogonal matrices, float32 ``[*shape[:-1], D, D]`` with D the last of ``shape``."""
+    """Returns random orthogonal matrices, float32 ``[*shape[:-1], D, D]`` with D the last of ``shape``."""
     generator = torch.Generator().manual_seed(seed)
     return torch.linalg.qr(torch.randn(*shape, shape[-1], generator=generator)).Q.contiguous()
 
 
 def document(keys: Sequence[Any], *, heads: int | None = None, dim: int = 64, version: int = 1, seed: int = 0) -> dict:
-    """The content of a file for layers of these keys, with a matrix for each of ``heads`` or one for all."""
+    """Returns the content of a file with one layer per key, and a matrix for each of ``heads`` or one for all."""
     shape = (heads, dim) if heads else (dim,)
     layers = {key: {"layer_id": int(key), "rotation": rotation(*shape, seed=seed + 97 * int(key))} for key in keys}
     if version == 1:
@@ -52,7 +52,7 @@ def document(keys: Sequence[Any], *, heads: int | None = None, dim: int = 64, ve
 
 
 def write(folder: Path, names: Sequence[str], keys: Sequence[Any], **options: Any) -> Path:
-    """Write a pair of files into ``folder``, which need not exist; ``options`` as ``document``. Returns ``folder``."""
+    """Writes a pair of files into ``folder``, which need not exist; ``options`` as ``document``. Returns ``folder``."""
     folder.mkdir(parents=True, exist_ok=True)
     seed = options.pop("seed", 0)
     for part, name in enumerate(names):

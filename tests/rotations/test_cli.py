@@ -1,4 +1,4 @@
-"""``kvq``: arguments that are refused before anything is loaded, and what goes to stdout with ``--json``."""
+"""``kvq`` refuses wrong arguments before it loads anything, and writes only JSON to stdout with ``--json``."""
 
 import json
 import sys
@@ -38,7 +38,7 @@ def test_refused(tmp_path, arguments, message):
 
 
 def test_an_unknown_model_with_no_hub(tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")  # of processes that are started
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")  # for processes that are started
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # was read when this process began
     (tmp_path / "t.txt").write_text("text")
     fixed = ["calibrate", "no-such-org/no-model", "--text", str(tmp_path / "t.txt"), "--output", str(tmp_path / "out")]
@@ -60,7 +60,7 @@ def test_engine_keywords():
 
 
 def stdout_json(*arguments):
-    """What a command that succeeds writes to stdout, which must be one JSON value."""
+    """Returns the JSON value that a successful command writes to stdout, which must hold nothing else."""
     result = CliRunner().invoke(app, [*map(str, arguments), "--json"], catch_exceptions=False)
     assert result.exit_code == 0
     return json.loads(result.stdout)
@@ -118,7 +118,7 @@ def test_calibrate_ends_with_the_budget_it_recommends(tmp_path):
     )
     config = json.loads((out / "config.json").read_text())
     found = config["divergence"]
-    bits = found["recommended_bits"]  # so little depends on a random model's cache that the least budget will do
+    bits = found["recommended_bits"]  # a random model depends so little on its cache that the least budget suffices
     assert bits == 1.25 and found["tokens"] == 128
     assert f"recommended: --kv-quant-bits {bits:g}, the least budget" in shown.stderr
     assert shown.stderr.rstrip().endswith(f"--kv-quant-rotations {out} --kv-quant-bits {bits:g}")
@@ -141,7 +141,7 @@ def test_calibrate_ends_with_the_budget_it_recommends(tmp_path):
 
 
 def test_no_text_to_recommend_a_budget_by(tmp_path):
-    """It is told before anything is calibrated."""
+    """The command says so before it calibrates anything."""
     arguments = [*map(str, transform_arguments(tmp_path, tokens=1000)), "--output", str(tmp_path / "out")]
     result = CliRunner().invoke(app, arguments)
     assert isinstance(result.exception, KVQuantError) and "room for 0 contexts of 512" in str(result.exception)

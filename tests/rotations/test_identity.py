@@ -1,4 +1,4 @@
-"""Which layers of a model the cache holds, by its config."""
+"""A model's config determines which of its layers the cache holds."""
 
 import pytest
 from transformers import AutoConfig, PretrainedConfig
@@ -9,10 +9,10 @@ PLAIN = dict(num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=2, 
 
 
 class HybridConfig(PretrainedConfig):
-    """As SGLang writes such: the layers are properties."""
+    """A config like SGLang's own, in which the layers are properties."""
 
     full_attention_layer_ids = (1,)
-    layers_block_type = ("attention",) * 4  # would say otherwise
+    layers_block_type = ("attention",) * 4  # would give other layers
 
 
 @pytest.mark.parametrize(

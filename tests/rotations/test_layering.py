@@ -1,4 +1,4 @@
-"""Parts of the package use what comes before them only. ``tests/packaging/test_layers.py`` finds circles."""
+"""Parts of the package import only earlier parts. ``tests/packaging/test_layers.py`` finds circular imports."""
 
 import pytest
 

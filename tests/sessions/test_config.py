@@ -1,4 +1,4 @@
-"""What ``--episodic-*`` flags may be, alone and together."""
+"""Valid values of ``--episodic-*`` flags, alone and together."""
 
 from __future__ import annotations
 

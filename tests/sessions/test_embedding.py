@@ -1,4 +1,4 @@
-"""Rows of length 1 of whole texts, zeros of texts without words; questions go before pages, errors reach who asked."""
+"""Embeddings: unit rows for whole texts, zeros without words, questions before pages, errors to callers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sglang_kvq.sessions.embedding import BATCH, CPU_BATCH, PIECE_WORDS, Embedde
 
 
 class Counts:
-    """An encoder that counts words a, b and c, and refuses texts that MiniLM would cut."""
+    """An encoder that counts the words a, b and c, and refuses texts that MiniLM would truncate."""
 
     def encode(self, sentences: list[str], **options: Any) -> Any:
         assert all(len(text.split()) <= PIECE_WORDS for text in sentences)
@@ -30,7 +30,7 @@ def test_rows_have_length_one_and_keep_their_order() -> None:
 
 
 def test_a_long_text_is_the_mean_of_its_pieces() -> None:
-    """Two pieces of one kind and one of another, between short texts; a cut text would not know of c."""
+    """A long text has two pieces of one kind and one of another; if it were truncated, c would be missing."""
     long = " ".join(["a"] * PIECE_WORDS + ["a"] * PIECE_WORDS + ["c"] * PIECE_WORDS)
     rows = Embedder(Counts()).encode(["b", long, "c"])
     np.testing.assert_allclose(rows, [[0, 1, 0], [2 / 5**0.5, 0, 1 / 5**0.5], [0, 0, 1]], rtol=1e-6)
@@ -76,13 +76,13 @@ def test_a_folder_is_loaded_by_sentence_transformers(tmp_path: Path, monkeypatch
     assert Embedder.load(tmp_path).encode(["a"]).shape == (1, 3)
     assert made == [((str(tmp_path),), {"device": "cpu"})]
     assert Embedder.load(tmp_path, "cuda:1").device == made[-1][1]["device"] == "cuda:1"
-    monkeypatch.setitem(sys.modules, "sentence_transformers", None)  # not installed
+    monkeypatch.setitem(sys.modules, "sentence_transformers", None)  # as if not installed
     with pytest.raises(KVQuantError, match=r"pip install 'sglang-kvq\[episodes\]'"):
         Embedder.load(tmp_path)
 
 
 class Slow:
-    """Waits for ``go`` before its first answer; remembers the order of what it was asked."""
+    """An encoder that waits for ``go`` before its first answer and remembers the order of its inputs."""
 
     def __init__(self) -> None:
         self.go, self.asked = threading.Event(), list[str]()
@@ -104,7 +104,7 @@ def test_a_question_passes_segments_that_wait() -> None:
     assert question.result(10).shape == (1, 2)
     for future in waiting:
         future.result(10)
-    # The thread may or may not have begun with the first.
+    # The thread may or may not have begun with the first text.
     assert encoder.asked.index("question") <= 1 and encoder.asked[-2:] == ["two", "three"]
     thread.close()
 

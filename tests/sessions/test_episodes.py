@@ -1,4 +1,4 @@
-"""Clusters and their medoids; the prompt of an episode; the chain that builds one: sizes, positions, names."""
+"""Clusters and their medoids, the prompt of an episode, and the chain that builds it: sizes, positions, names."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from sglang_kvq.sessions.episodes import (
 
 
 def clouds(counts: tuple[int, ...], spread: float = 0.05, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """Rows around as many axes, mixed, and which axis each belongs to."""
+    """Returns shuffled rows around ``len(counts)`` axes, and the axis of each row."""
     generator = np.random.default_rng(seed)
     of = generator.permutation(np.repeat(np.arange(len(counts)), counts))
     return unit(np.eye(8)[of] + spread * generator.standard_normal((len(of), 8))), of
@@ -113,7 +113,7 @@ def test_blocks_follow_each_other_to_the_last_whole_one(tokens, budget, block):
         return
     assert found[-1].end == plan.folded(tokens) == end
     first = found[0]
-    # The oracle's loop: nothing is evicted before the block with which there is too much.
+    # As in the oracle's loop, nothing is evicted before the first block that exceeds the budget.
     assert (first.before, first.prefix, first.offset) == (None, first.start, 0)
     assert first.prefix <= budget < first.end and first.end - first.start == block
     for one, after in pairwise(found):

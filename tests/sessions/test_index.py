@@ -1,4 +1,4 @@
-"""BM25 against its formula in plain Python, and an index that grows."""
+"""BM25 agrees with its formula in plain Python, and the index can grow."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TEXTS = [
 
 
 def terms(text: str) -> Counter[str]:
-    """Runs of letters within words, each word with a space on either side."""
+    """Returns the letter runs of each word, padded with a space on both sides."""
     found: Counter[str] = Counter()
     for word in text.lower().split():
         padded = f" {word} "
@@ -101,7 +101,7 @@ def test_bad_numbers_are_refused() -> None:
 
 
 def test_growth_takes_linear_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Counted in bytes that are concatenated, a few texts at a time as a server embeds them."""
+    """Time is counted as concatenated bytes; texts arrive a few at a time, as a server embeds them."""
     copied, concatenate = [0], np.concatenate
 
     def counting(parts: Any, **options: Any) -> np.ndarray:

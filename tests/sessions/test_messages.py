@@ -1,4 +1,4 @@
-"""Messages survive their way to the scheduler, and mean what they say and nothing else."""
+"""Messages reach the scheduler unchanged, and each one has exactly one meaning."""
 
 from __future__ import annotations
 

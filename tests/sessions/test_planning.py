@@ -1,4 +1,4 @@
-"""Plans of prompts of any length, known part and question; where a question begins."""
+"""Plans of prompts with any length, known part and question, and where a question begins."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def config(**changes) -> EpisodicConfig:
 
 @st.composite
 def limits(draw) -> EpisodicConfig:
-    """Any budget, block and segment that are valid together."""
+    """Draws any budget, block and segment that are valid together."""
     block, segment = draw(st.integers(1, 20)) * P, draw(st.integers(1, 5)) * P
     least = SINK + RECENT + segment + block
     found = config(budget=least + draw(st.integers(0, 40)) * P, block=block, segment=segment)
@@ -67,9 +67,9 @@ def test_a_history_that_is_known_needs_nothing(limits: EpisodicConfig, data: st.
 
 def test_what_is_computed_ends_where_the_question_begins() -> None:
     assert plan(5000, 0, 4900, budget=1024, block=512) == Plan(5000, 4864, True, 13)
-    # A question longer than the block: its beginning is computed with the history.
+    # The question is longer than the block, so its beginning is computed with the history.
     assert plan(5000, 0, 3000, budget=1024, block=512) == Plan(5000, 4544, True, 8)
-    # One that begins in the last page is not history.
+    # Tokens in the same page as the question are not history.
     assert plan(5000, 0, 5000, budget=1024, block=512).history == 4992
     assert plan(5056, 0, 5056, budget=1024, block=512).history == 4992
 
@@ -80,7 +80,7 @@ def test_a_tail_up_to_the_block_stays() -> None:
 
 
 class Tokenizer:
-    """A template of tokens that are characters."""
+    """A chat template whose tokens are characters."""
 
     def __init__(self, before: dict[str, str], after: str = "$\n") -> None:
         self.before, self.after = before, after
@@ -131,9 +131,9 @@ def test_common_length_is_that_of_a_plain_search(a: list[int], b: list[int]) -> 
     [
         (1000, 0, [10, 900], 900),  # a first call: its last user message
         (1000, 700, [10, 900], 900),  # a new user message
-        (1000, 920, [10, 900], 920),  # results of a tool after it
+        (1000, 920, [10, 900], 920),  # results of a tool come after it
         (1000, 1000, [10, 900], 900),  # the same prompt once more
-        (1000, 900, [], 900),  # no template: what is new
+        (1000, 900, [], 900),  # no template: only the new tokens
         (1000, 0, [], 1000 - QUESTION_TOKENS),
         (1000, 100, [200], 1000 - QUESTION_TOKENS),
         (100, 0, [], 0),

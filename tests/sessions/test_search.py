@@ -46,7 +46,7 @@ def chosen(ranked: list[tuple[int, int]], budget: int, tokens: int = 620, sinks:
 def test_pages_of_segments_in_their_order() -> None:
     assert chosen([(64 * 5, 64 * 6)], 4) == [0, 5, 8, 9]
     assert chosen([(64 * 5 - 1, 64 * 5 + 1)], 5) == [0, 4, 5, 8, 9]
-    # The second segment has room for its first page only.
+    # There is room only for the second segment's first page.
     assert chosen([(200, 250), (300, 500)], 5) == [0, 3, 4, 8, 9]
 
 

@@ -1,4 +1,4 @@
-"""What a session knows of a conversation that grows, is edited, or is sent under other names."""
+"""A session remembers the right parts of a conversation that grows, is edited, or is sent in another namespace."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ NAMES = (None, None)
 
 
 def ids(*parts: tuple[int, int]) -> np.ndarray:
-    """Tokens: ``count`` times ``value``, part after part."""
+    """Returns tokens: ``count`` times ``value``, part after part."""
     return np.concatenate([np.full(count, value, np.int32) for value, count in parts])
 
 
 def sums(prompt: np.ndarray, count: int) -> np.ndarray:
-    """Stand-ins for embeddings: a page's sum, in hundreds."""
+    """Returns a stand-in for embeddings: each page's sum, in hundreds."""
     return prompt[: count * P].reshape(count, P).sum(1, keepdims=True).astype(np.float32) / 100
 
 
 def embed(session: Session, prompt: np.ndarray, count: int) -> None:
-    """Embeds the first ``count`` pages of a prompt, whose texts are their first tokens."""
+    """Embeds the first ``count`` pages of a prompt; a page's text is its first token."""
     index = session.index_of(prompt)
     first = len(index)
     texts = [f"word{prompt[at * P]}" for at in range(first, count)]
@@ -58,7 +58,7 @@ def test_a_conversation_that_grows() -> None:
 
 
 def test_what_a_turn_asks_several_times_is_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also its first tokens alone, and after the conversation went on; and never what came in other memory."""
+    """Repeated comparisons are cached, also for a prefix and after the conversation grew, but never across arrays."""
     compared = []
 
     def counted(a: np.ndarray, b: np.ndarray) -> int:
@@ -69,15 +69,15 @@ def test_what_a_turn_asks_several_times_is_compared_once(monkeypatch: pytest.Mon
     branch, said = Branch(ids((1, 500)), 500), ids((1, 300), (2, 400))
     assert [branch.common(part) for part in (said, said[:400], said[:200], said)] == [300, 300, 200, 300]
     assert branch.common(branch.tokens[:450]) == 450 and compared == [700]
-    assert branch.common(said[1:]) == 299  # the same memory, from another place on
+    assert branch.common(said[1:]) == 299  # the same array from another offset
     whole = ids((1, 500))
-    assert branch.common(whole[:100]) == 100 and branch.common(whole) == 500  # more than was compared before
+    assert branch.common(whole[:100]) == 100 and branch.common(whole) == 500  # longer than what was compared before
     branch.follow(said, 300, 700, NAMES)
     assert branch.common(said[:600]) == 600 and branch.common(whole) == 300
 
 
 def known() -> tuple[Session, np.ndarray]:
-    """A conversation of 600 tokens, of which nine pages are computed and eight embedded."""
+    """Returns a session of 600 tokens, with nine pages computed and eight embedded, and its tokens."""
     session, said = Session("", "s"), ids((1, 600))
     session.follow(said, NAMES)
     session.computed(said[: 9 * P], NAMES)
@@ -91,7 +91,7 @@ def test_an_edit_counts_from_where_it_is() -> None:
     assert session.follow(edited, NAMES) == 300
     assert session.exact_of(edited, NAMES) == 4 * P
     assert_indexed(session, edited, 4)
-    # Whoever goes on with what was edited finds that, too.
+    # A request that continues the original conversation finds its pages, too.
     assert session.exact_of(said, NAMES) == 9 * P
     assert_indexed(session, said, 8)
     session.follow(ids((1, 300), (2, 450)), NAMES)
@@ -120,7 +120,7 @@ def test_requests_beside_the_conversation_leave_it_alone(side: list[np.ndarray])
 
 
 def test_an_answer_that_comes_back_in_other_tokens_is_the_same_conversation() -> None:
-    """As of a model whose reasoning its template leaves out, and with it the end of the prompt."""
+    """The template may leave out the model's reasoning, and with it the end of the prompt."""
     session, said = known()
     session.follow(ids((1, 600), (8, 500)), NAMES, asked=600)
     session.follow(ids((1, 590), (9, 40), (2, 50)), NAMES)
@@ -137,7 +137,7 @@ def test_branches_share_memory() -> None:
     session.follow(again, NAMES)
     assert len(session.branches) == 2
     assert_indexed(session, again, 190)
-    # Its tokens, and the block of 64 pages that is cut.
+    # Counts the tokens, and the block of 64 pages that is cut.
     assert session.nbytes - before < again.nbytes + before // 3
     assert {id(block) for block in session.branches[0].blocks()} & {id(block) for block in session.branches[1].blocks()}
 
@@ -155,13 +155,13 @@ def test_another_namespace_knows_nothing_of_the_cache() -> None:
 
 
 def test_late_results_of_what_was_not_said_count_only_as_far_as_it_was() -> None:
-    """A request in the background ends after the conversation went another way."""
+    """A background request may end after the conversation took another course."""
     session = Session("", "s")
     said, edited = ids((1, 600)), ids((1, 300), (2, 400))
     session.follow(edited, NAMES)
     session.computed(said[: 9 * P], NAMES)
     assert session.latest.exact == 4 * P
-    embed(session, said, 8)  # page 4 is in part of the edited part
+    embed(session, said, 8)  # page 4 lies partly in the edited part
     assert_indexed(session, edited, 4)
 
 
@@ -177,7 +177,7 @@ def test_what_one_request_looks_at_no_other_changes() -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 12), st.integers(1, 700)), min_size=1, max_size=12))
 def test_index_and_exact_are_always_of_what_was_said(steps: list[tuple[int, int]]) -> None:
-    """Prompts that keep a part of the last one and go on differently, each embedded and computed."""
+    """Prompts keep a part of the previous prompt and then differ; each is embedded and computed."""
     session, prompt = Session("", "s"), np.empty(0, np.int32)
     truth: set[bytes] = set()
     for number, (keep, more) in enumerate(steps):

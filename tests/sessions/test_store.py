@@ -1,4 +1,4 @@
-"""Sessions that a server remembers: the idle ones forgotten, the others within their limits."""
+"""A server remembers sessions within its limits and forgets idle ones."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_tenants_have_sessions_of_their_own() -> None:
 
 
 def say(store: SessionStore, session: Session, pages: int) -> Session:
-    """Has the session say and embed so many pages."""
+    """Gives the session ``pages`` pages of tokens with embeddings."""
     said = np.arange(pages * P, dtype=np.int32)
     session.follow(said, NAMES)
     index = PageIndex()
@@ -102,7 +102,7 @@ def say(store: SessionStore, session: Session, pages: int) -> Session:
     return session
 
 
-#: A session of one page, and of a hundred.
+#: Bytes of a session of one page, and of a session of a hundred pages.
 SMALL, LARGE = (say(SessionStore(9, 0), Session("", "s"), pages).nbytes for pages in (1, 100))
 
 
@@ -130,7 +130,7 @@ def test_memory_is_bounded() -> None:
 
 
 def test_memory_of_one_tenant_is_that_tenants() -> None:
-    """A tenant that holds little loses nothing to one that holds much, whoever was used last."""
+    """A tenant that holds little loses nothing to one that holds much, whichever was used last."""
     store = SessionStore(1 << 20, 0, memory=5.5 * LARGE)
     own = say(store, store.use("alice", "a"), 100)
     for number in range(20):
@@ -176,7 +176,7 @@ def test_a_conversation_that_alone_is_too_much_is_forgotten_and_no_other(caplog:
 
 @pytest.mark.parametrize("pages", [0, 1, 100, 2000])
 def test_state_is_counted_as_it_is_allocated(pages: int) -> None:
-    """Within a third of what Python and NumPy say they hold, of sessions with embeddings of 384 elements."""
+    """Counted bytes are within a third of what Python and NumPy report, for embeddings of 384 elements."""
     rng, count = np.random.default_rng(0), max(1, min(200, 400 // max(1, pages)))
     vocabulary = ["".join(map(chr, rng.integers(97, 123, rng.integers(2, 9)))) for _ in range(4000)]
     texts = [" ".join(rng.choice(vocabulary, 45)) for _ in range(pages)]

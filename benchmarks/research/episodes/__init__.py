@@ -1,1 +1,1 @@
-"""What an episode's cache keeps of a conversation, measured in plain transformers: see ``__main__.py``."""
+"""Measures what an episode's cache keeps of a conversation, in plain transformers: see ``__main__.py``."""

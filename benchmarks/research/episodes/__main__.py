@@ -1,10 +1,10 @@
-"""What a compressed or selected history keeps of a conversation's worth: the oracle of episodes, in plain transformers.
+"""Measures how much a compressed or selected history keeps of a conversation's worth, in plain transformers.
 
     python -m benchmarks.research.episodes --model .models/Qwen2.5-Coder-0.5B-Instruct --embedder FOLDER/model \\
         --data FOLDER --out benchmarks/results/episodes_qwen2.5-coder-0.5b-instruct.json
 
---data holds locomo/, longchat/ and shakespeare/; --embedder is a folder of all-MiniLM-L6-v2. On a GPU in BF16, on a CPU
-in float32. Needs `pip install 'sglang-kvq[episodes]'`.
+This is the oracle of episodes. --data holds locomo/, longchat/ and shakespeare/; --embedder is a folder of
+all-MiniLM-L6-v2. Runs on a GPU in BF16, or on a CPU in float32. Needs `pip install 'sglang-kvq[episodes]'`.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.sessions.embedding import Embedder
 
-#: Positions behind a history that prompts and questions take.
+#: Positions after a history for prompts and questions.
 ROOM = 1152
 #: Longest history by default.
 LONGEST = 24576
 SAMPLE = "shakespeare"
-#: What is measured with quantized pages unless --quant-policies says otherwise.
+#: Policies to measure with quantized pages, unless --quant-policies names others.
 QUANT_POLICIES = "full,retrieve,epicache"
 
 
@@ -83,7 +83,7 @@ def load(args: argparse.Namespace) -> tuple[Runner, Writer]:
 
 
 class LayerBudgets:
-    """Budgets by sensitivity, measured when first asked for."""
+    """Layer budgets by sensitivity, which is measured on first use."""
 
     def __init__(self, runner: Runner, writer: Writer, data: Path, tokens: int) -> None:
         self.runner, self.writer, self.data, self.tokens = runner, writer, data, min(tokens, runner.context)
@@ -102,7 +102,7 @@ class LayerBudgets:
 
 
 def run(args: argparse.Namespace, runner: Runner, writer: Writer, embedder: Embeds) -> tuple[Measured, dict[str, Any]]:
-    """Everything that the arguments name; also what the file says of the run."""
+    """Measures everything that the arguments name; also returns the file's further fields."""
     start = time.perf_counter()
     policies, quant_policies = (known_names(text.split(",")) for text in (args.policies, args.quant_policies))
     kinds, compressions = args.kv_quant.split(","), _numbers(args.compressions)
@@ -126,7 +126,7 @@ def run(args: argparse.Namespace, runner: Runner, writer: Writer, embedder: Embe
     settings = replace(Settings(), block=args.block, batch=args.batch, seed=args.seed)
     options = {"most_tokens": most, "limit": args.limit, "questions": args.questions}
     loaded = {name: conversations(name, args.data, writer, **options) for name in args.datasets.split(",")}
-    # A conversation of each dataset in turn, so that a run cut short has some of all.
+    # Alternates between datasets, so that an interrupted run has some conversations of each.
     turns = [(name, of[n]) for n in range(args.limit) for name, of in loaded.items() if n < len(of)]
     measured, done = Measured(), 0
     for dataset, conversation in turns:
@@ -153,7 +153,7 @@ def run(args: argparse.Namespace, runner: Runner, writer: Writer, embedder: Embe
 
 
 def _numbers(text: str) -> list[float]:
-    """Of a list with commas; a word that is no number becomes 0, which no option takes."""
+    """Parses a list with commas; a word that is not a number becomes 0, which no option accepts."""
     return [float(word) if word.replace(".", "", 1).isdigit() else 0.0 for word in text.split(",")]
 
 
@@ -162,7 +162,7 @@ def rounded(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def table(found: list[dict[str, Any]]) -> str:
-    """A line for each row."""
+    """Returns a text table with a line for each row."""
     lines = [
         f"{'dataset':10} {'x':>4} {'kv_quant':8} {'policy':16} {'matching':9}  gain kept      recall  hot  less full"
     ]
@@ -186,7 +186,7 @@ def main() -> None:
     if runner.device.type == "cuda":
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
-        # cuDNN plans anew for every shape, of which there are many.
+        # cuDNN makes a new plan for every shape, and there are many shapes.
         backends: Any = sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
     else:
         backends = nullcontext()

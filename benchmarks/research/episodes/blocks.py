@@ -1,7 +1,8 @@
-"""EpiCache's block loop (arXiv 2509.17396): a history read block by block into caches of fixed size, one an episode.
+"""EpiCache's block loop (arXiv 2509.17396): reads a history block by block into one cache of fixed size per episode.
 
-A forward of the block over what is kept; a forward of the episode's patched prompt, whose queries score every key; the
-best stay. The same steps as served: ``[prefix | block | patched prompt]``, the prompt right after the block.
+Each block takes two forward passes: one of the block over the kept tokens, and one of the episode's patched prompt,
+whose queries score every key. The keys with the best scores stay. These are the served steps: ``[prefix | block |
+patched prompt]``, with the prompt right after the block.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from sglang_kvq.errors import KVQuantError
 
 @dataclass(frozen=True)
 class Budget:
-    """How many tokens an episode keeps.
+    """Number of tokens that an episode keeps.
 
     Attributes:
-        layers: tokens a head, for each layer.
+        layers: tokens per head, for each layer.
         per_head: whether heads of a layer share its tokens unequally (``pair`` of the released code).
         pinned: first tokens that every head keeps: system prompt and sinks.
     """
@@ -47,7 +48,7 @@ def build(
     block: int,
     round_trip: RoundTrip | None = None,
 ) -> tuple[Past, Kept]:
-    """The caches of all episodes at once, a row for each patched prompt, and which tokens they hold."""
+    """Builds the caches of all episodes, a row for each patched prompt. Returns them and the tokens they hold."""
     empty = torch.zeros(1, runner.kv_heads, 0, runner.head_dim, dtype=runner.dtype, device=runner.device)
     index = torch.zeros(1, runner.kv_heads, 0, dtype=torch.int64, device=runner.device)
     past = Past([empty] * runner.layers, [empty] * runner.layers, [None] * runner.layers)
@@ -66,7 +67,7 @@ def build(
 
 
 def _read(runner: Runner, ids: torch.Tensor, start: int, past: Past, kept: Kept, round_trip: RoundTrip | None) -> None:
-    """Append a block to every row."""
+    """Appends a block to every row."""
     new = torch.arange(start, start + ids.shape[1], device=runner.device).expand(len(ids), runner.kv_heads, -1)
 
     def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
@@ -84,12 +85,12 @@ def _read(runner: Runner, ids: torch.Tensor, start: int, past: Past, kept: Kept,
 
 
 def _evict(past: Past, kept: Kept, layer: int, scores: torch.Tensor, most: int, budget: Budget) -> None:
-    """Keep the best ``most`` tokens a head of one layer; ``kept.valid`` is ``past.valid``."""
+    """Keeps the best ``most`` tokens per head of one layer; ``kept.valid`` is ``past.valid``."""
     rows = len(scores)
     index, valid = kept.index[layer].expand(rows, -1, -1), past.valid[layer]
     scores = pin(scores, index < budget.pinned)
     if valid is not None:
-        # What a slot without a token stands for may look pinned.
+        # The index of an empty slot may look pinned.
         scores = scores.masked_fill(~valid, -torch.inf)
     if budget.per_head:
         slots, chosen = top_of_layer(scores, most)

@@ -1,4 +1,4 @@
-"""Embeddings kept in a file, so that runs over the same texts compute them once."""
+"""Keeps embeddings in a file, so that runs over the same texts compute them once."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import numpy as np
 
 from benchmarks.research.episodes.case import Embeds
 
-#: Texts embedded between two writes of the file.
+#: Texts that are embedded between two writes of the file.
 AT_ONCE = 512
 
 
 class CachedEmbedder:
-    """``Embeds`` by another one, which is made when the first new text comes.
+    """An ``Embeds`` that caches another one, which is created when the first new text comes.
 
     Args:
-        make: gives the embedder; always of the same model for one file.
+        make: returns the embedder; one file always needs the same model.
         file: an .npz, made if missing; None keeps embeddings in memory only.
     """
 
@@ -31,9 +31,9 @@ class CachedEmbedder:
                 self._rows = dict(zip(stored["names"].tolist(), stored["rows"]))
 
     def encode(self, texts: Sequence[str]) -> np.ndarray:
-        """Float32 ``[texts, D]``, rows of length 1."""
+        """Returns float32 ``[texts, D]``, rows of length 1."""
         names = [hashlib.sha256(text.encode()).hexdigest()[:32] for text in texts]
-        # Of equal texts one; sorted by length, so that batches have little padding.
+        # Equal texts are embedded once; texts are sorted by length, so that batches have little padding.
         new = sorted({n: t for n, t in zip(names, texts) if n not in self._rows}.items(), key=lambda one: len(one[1]))
         for at in range(0, len(new), AT_ONCE):
             some = new[at : at + AT_ONCE]

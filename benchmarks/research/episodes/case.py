@@ -1,4 +1,4 @@
-"""One conversation ready to be asked about: its tokens, its segments and episodes, its full cache."""
+"""Prepares one conversation for questions: its tokens, segments and episodes, and its full cache."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from sglang_kvq.sessions.search import fuse, rank_windows, windows
 
 @dataclass(frozen=True)
 class Settings:
-    """What all policies share.
+    """Settings that all policies share.
 
     Attributes:
         episodes: clusters of a conversation.
@@ -31,11 +31,11 @@ class Settings:
         block: tokens of EpiCache's blocks.
         chunk: tokens of a prefill's chunks.
         repeat: tokens that KVzip repeats at once.
-        sinks: first tokens that every policy keeps; the system prompt too.
+        sinks: first tokens that every policy keeps, in addition to the system prompt.
         recent_pages: most recent pages that ``retrieve`` keeps.
         batch: questions answered at once.
-        batch_tokens: of prompts with texts of their own.
-        seed: of k-means.
+        batch_tokens: most tokens of a batch of prompts with their own texts.
+        seed: seed of k-means.
     """
 
     episodes: int = 4
@@ -52,7 +52,7 @@ class Settings:
 
 
 class Embeds(Protocol):
-    """``sglang_kvq.sessions.embedding.Embedder``."""
+    """Interface of ``sglang_kvq.sessions.embedding.Embedder``."""
 
     def encode(self, texts: Sequence[str]) -> np.ndarray: ...
 
@@ -63,7 +63,7 @@ class Case:
 
     Attributes:
         round_trip: how stored keys and values are read, or None for BF16.
-        with_mass: whether the prefill also sums attention, which ``h2o`` needs and which takes its time.
+        with_mass: whether the prefill also sums attention, which ``h2o`` needs and which is slow.
     """
 
     runner: Runner
@@ -75,7 +75,7 @@ class Case:
     with_mass: bool = True
 
     def stored_as(self, round_trip: RoundTrip | None, *, with_mass: bool) -> Case:
-        """The same conversation, read from a cache stored otherwise; what follows from its text alone is shared."""
+        """Returns the same conversation with another cache; results that depend only on its text are shared."""
         other = replace(self, round_trip=round_trip, with_mass=with_mass)
         own = {one.name for one in fields(self)} | {"_prefilled"}
         vars(other).update({name: value for name, value in vars(self).items() if name not in own})
@@ -91,7 +91,7 @@ class Case:
 
     @cached_property
     def questions(self) -> list[list[int]]:
-        """The questions' tokens without their answers."""
+        """Returns the questions' tokens without their answers."""
         return [ask.ids[: len(ask.ids) - ask.answer] for ask in self.asks]
 
     @cached_property
@@ -100,12 +100,12 @@ class Case:
 
     @cached_property
     def embeddings(self) -> np.ndarray:
-        """Float32 ``[segments, D]``."""
+        """Embeddings of the segments, float32 ``[segments, D]``."""
         return self.embedder.encode([one.text for one in self.segments])
 
     @cached_property
     def question_rows(self) -> np.ndarray:
-        """Float32 ``[questions, D]``: of the question alone, without what the prompt says around it."""
+        """Embeddings of the questions' texts alone, without the prompt around them, float32 ``[questions, D]``."""
         return self.embedder.encode([question.text for question in self.conversation.questions])
 
     @cached_property
@@ -119,12 +119,12 @@ class Case:
 
     @cached_property
     def windows(self) -> list[tuple[int, int]]:
-        """Token spans of windows of whole pages."""
+        """Returns the token spans of windows of whole pages."""
         return windows(len(self.history))
 
     @cached_property
     def ranked_windows(self) -> np.ndarray:
-        """Windows ranked for each question, from tokens alone, as a server can: int64 ``[questions, windows]``."""
+        """Windows ranked for each question from tokens alone, as a server does: int64 ``[questions, windows]``."""
         texts = [self.writer.text(self.history.ids[start:end]) for start, end in windows(len(self.history), 1)]
         pages, index = self.embedder.encode(texts), Lexical()
         index.add(texts)
@@ -137,7 +137,7 @@ class Case:
 
     @cached_property
     def segment_of_turn(self) -> np.ndarray:
-        """Int64 ``[turns]``."""
+        """Segment of each turn, int64 ``[turns]``."""
         return np.repeat(np.arange(len(self.segments)), [len(one.turns) for one in self.segments])
 
     @cached_property
@@ -162,7 +162,7 @@ class Case:
 
     @cached_property
     def pinned(self) -> int:
-        """First tokens that stay: sinks and system prompt, in whole pages."""
+        """Number of first tokens that stay: sinks and system prompt, in whole pages."""
         return -(-max(self.settings.sinks, len(self.history.prefix)) // PAGE_SIZE) * PAGE_SIZE
 
     @cached_property
@@ -178,21 +178,21 @@ class Case:
 
     @property
     def mass(self) -> list[torch.Tensor]:
-        """``prefill``'s mass of the full cache."""
+        """``prefill``'s attention mass of the full cache."""
         mass = self._prefilled[1]
         if mass is None:
             raise ValueError("this case was made without mass")
         return mass
 
     def budget(self, compression: float) -> int:
-        """Tokens kept at a compression, in whole pages."""
+        """Returns the tokens kept at a compression, in whole pages."""
         return int(len(self.history) / compression) // PAGE_SIZE * PAGE_SIZE
 
     def turns_of_segments(self, segments: Sequence[int] | np.ndarray) -> list[int]:
         return [turn for n in segments for turn in self.segments[n].turns]
 
     def recall(self, coverage: torch.Tensor) -> np.ndarray:
-        """Of each question's evidence turns, the mean share of their tokens that is kept: float64 ``[questions]``.
+        """Returns the share of each question's evidence that is kept, averaged over its turns: float64 ``[questions]``.
 
         Args:
             coverage: share of a token's copies that is kept, float32 ``[1 or questions, T]``.
@@ -207,7 +207,7 @@ class Case:
         )
 
     def recall_of_segments(self, chosen: Sequence[Sequence[int] | np.ndarray]) -> np.ndarray:
-        """Of each question's evidence turns, the share in the segments chosen for it: float64 ``[questions]``."""
+        """Returns the share of each question's evidence turns in its chosen segments: float64 ``[questions]``."""
         return np.array(
             [
                 np.isin(self.segment_of_turn[list(question.evidence)], some).mean()

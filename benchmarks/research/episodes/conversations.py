@@ -1,4 +1,4 @@
-"""Conversations with questions, and the tokens they become."""
+"""Conversations with questions, and their conversion to tokens."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from sglang_kvq.errors import KVQuantError
 
 SYSTEM = "You answer questions about a long conversation. Answer in a few words, with what was said."
 OPENING = "The conversation so far:\n"
-#: Stands for history and question while a chat template is applied; no text contains it.
+#: Placeholders for history and question while a chat template is applied; no text contains them.
 _HISTORY, _QUESTION = "\x02HISTORY\x02", "\x02QUESTION\x02"
 
 
 @dataclass(frozen=True)
 class Question:
-    """``evidence`` names the turns in which the answer lies; not empty."""
+    """A question; ``evidence`` lists the turns that contain the answer, and is not empty."""
 
     text: str
     answer: str
@@ -31,19 +31,19 @@ class Conversation:
     questions: tuple[Question, ...]
 
     def first_turns(self, count: int) -> Conversation:
-        """The first turns, with the questions whose evidence lies in them."""
+        """Returns the first turns, with the questions whose evidence lies in them."""
         kept = tuple(q for q in self.questions if max(q.evidence) < count)
         return replace(self, turns=self.turns[:count], questions=kept)
 
 
 def header(turn: Turn) -> str:
-    """What stands before the first turn of a session."""
+    """Returns the line above the first turn of a session."""
     return f"\n[Session {turn.session}{f', {turn.when}' if turn.when else ''}]\n"
 
 
 @dataclass(frozen=True)
 class Ask:
-    """A question in tokens: ``ids`` is what is read, the last ``answer`` of it is what is predicted."""
+    """A question in tokens: ``ids`` are read, and the last ``answer`` of them are predicted."""
 
     ids: list[int]
     answer: int
@@ -52,7 +52,7 @@ class Ask:
 class Writer:
     """Turns conversations into tokens in the form of the model's chat template.
 
-    A turn's tokens do not depend on its neighbours, so a history of some turns is a concatenation.
+    A turn's tokens do not depend on its neighbors, so a history of some turns is a concatenation.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -69,11 +69,11 @@ class Writer:
         return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
     def text(self, ids: list[int]) -> str:
-        """What tokens say, without the template's."""
+        """Returns the text of tokens, without special tokens."""
         return str(self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
     def question(self, text: str) -> list[int]:
-        """From the end of the history to the start of the answer."""
+        """Returns the tokens from the end of the history to the start of the answer."""
         return self.tokens(f"\n\nQuestion: {text}{self._after}")
 
     def ask(self, question: Question) -> Ask:
@@ -90,8 +90,8 @@ class History:
     """A conversation's tokens: the prefix (system prompt and opening), then turn after turn.
 
     Attributes:
-        ids: of all of it.
-        spans: of each turn, ``(start, end)`` in ``ids``; a session's header belongs to its first turn.
+        ids: all tokens.
+        spans: ``(start, end)`` of each turn in ``ids``; a session's header belongs to its first turn.
     """
 
     def __init__(
@@ -115,21 +115,21 @@ class History:
         return ids, spans
 
     def of_turns(self, turns: Iterable[int]) -> list[int]:
-        """Tokens of some turns, in order of the conversation, each session under its header."""
+        """Returns tokens of some turns, in order of the conversation, each session under its header."""
         return self._join(sorted(turns))[0]
 
     def size(self, turns: Iterable[int], *, header: bool) -> int:
-        """Tokens of some turns of one session, with its header or without."""
+        """Counts tokens of some turns of one session, with its header or without."""
         turns = list(turns)
         return sum(len(self._lines[turn]) for turn in turns) + (len(self._headers[turns[0]]) if header else 0)
 
     def span(self, first: int, last: int) -> tuple[int, int]:
-        """``(start, end)`` of turns ``first`` to ``last``, both included."""
+        """Returns ``(start, end)`` of turns ``first`` to ``last``, both included."""
         return self.spans[first][0], self.spans[last][1]
 
 
 def fit(conversation: Conversation, writer: Writer, tokens: int, *, whole_sessions: bool) -> Conversation:
-    """As many of the first turns, or sessions, as ``tokens`` hold, prefix included.
+    """Cuts a conversation to as many first turns, or sessions, as ``tokens`` hold, prefix included.
 
     Raises:
         KVQuantError: not even the first fits, or no question is left.

@@ -1,4 +1,4 @@
-"""Which conversations are measured: name, where they come from, and how long a history may be."""
+"""Data sets by name: where conversations come from, and how long a history may be."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from benchmarks.research.episodes.conversations import Conversation, Writer, fit
 
 @dataclass(frozen=True)
 class Dataset:
-    """
+    """A data set.
+
     Attributes:
-        tokens: of a history at most; None: as many as the model's context holds.
-        whole_sessions: a history ends where a session ends.
+        tokens: most tokens of a history; None for as many as the model's context holds.
+        whole_sessions: whether a history ends where a session ends.
     """
 
     load: Callable[[Path], list[Conversation]]
@@ -27,7 +28,7 @@ class Dataset:
 
 DATASETS = {
     "locomo": Dataset(locomo.load, None),
-    #: 1,500 of 6,000 tokens.
+    #: Short enough that a compression of 4 keeps about 1,500 of 6,000 tokens.
     "locomo_6k": Dataset(locomo.load, 6144, whole_sessions=False),
     "longchat": Dataset(longchat.load, 6144),
     "needles": Dataset(needles.load, 6144),
@@ -37,7 +38,7 @@ DATASETS = {
 def conversations(
     name: str, data: Path, writer: Writer, *, most_tokens: int, limit: int, questions: int
 ) -> list[Conversation]:
-    """At most ``limit`` conversations of a dataset, each cut to what fits, with at most ``questions`` spread evenly."""
+    """Returns at most ``limit`` conversations of a data set, cut to fit, with at most ``questions`` questions each."""
     dataset = DATASETS[name]
     tokens = min(dataset.tokens or most_tokens, most_tokens)
     some = dataset.load(data)[:limit]
@@ -45,7 +46,7 @@ def conversations(
 
 
 def thin(conversation: Conversation, questions: int) -> Conversation:
-    """At most so many of its questions, evenly spread over them."""
+    """Keeps at most ``questions`` questions of a conversation, evenly spread."""
     count = len(conversation.questions)
     kept = np.linspace(0, count - 1, min(questions, count)).round().astype(int)
     return replace(conversation, questions=tuple(conversation.questions[n] for n in kept))

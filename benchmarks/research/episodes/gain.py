@@ -1,4 +1,4 @@
-"""Gain kept: how much of what the history is worth to an answer a policy keeps, with its error over conversations."""
+"""Gain kept: the share of the history's worth to an answer that a policy keeps, with its error over conversations."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-#: Resamples of the conversations.
+#: Number of bootstrap resamples of the conversations.
 RESAMPLES = 2000
 
 
@@ -20,18 +20,18 @@ class Likelihoods:
 
 
 def gain_kept(found: Likelihoods) -> float:
-    """(LL - LL_none) / (LL_full - LL_none) of means over questions."""
+    """Returns (LL - LL_none) / (LL_full - LL_none) of means over questions."""
     return float((found.policy - found.none).sum() / (found.full - found.none).sum())
 
 
 def with_error(found: Likelihoods, conversation: np.ndarray, seed: int = 0) -> tuple[float, float | None]:
-    """``gain_kept`` and its bootstrap standard error; whole conversations are drawn, as their questions share one.
+    """Returns ``gain_kept`` and its bootstrap standard error, drawing whole conversations.
 
     Args:
-        conversation: of each question, int ``[questions]``.
+        conversation: the conversation of each question, int ``[questions]``.
 
     Returns:
-        No error from a single conversation.
+        The gain, and its error, which is None for a single conversation.
     """
     return gain_kept(found), _error(
         _sums(found.policy - found.none, conversation), _sums(found.full - found.none, conversation), seed
@@ -41,25 +41,25 @@ def with_error(found: Likelihoods, conversation: np.ndarray, seed: int = 0) -> t
 def difference(
     ours: np.ndarray, theirs: np.ndarray, found: Likelihoods, conversation: np.ndarray, seed: int = 0
 ) -> tuple[float, float | None]:
-    """Gain kept by ``ours`` less that by ``theirs``, question by question, and its bootstrap standard error."""
+    """Returns the gain kept by ``ours`` minus that by ``theirs``, paired by question, and its standard error."""
     top, bottom = _sums(ours - theirs, conversation), _sums(found.full - found.none, conversation)
     return float(top.sum() / bottom.sum()), _error(top, bottom, seed)
 
 
 def mean_with_error(values: np.ndarray, conversation: np.ndarray, seed: int = 0) -> tuple[float, float | None]:
-    """Mean over questions and its bootstrap standard error over conversations."""
+    """Returns the mean over questions and its bootstrap standard error over conversations."""
     sums, counts = _sums(values, conversation), _sums(np.ones_like(values), conversation)
     return float(sums.sum() / counts.sum()), _error(sums, counts, seed)
 
 
 def _sums(values: np.ndarray, conversation: np.ndarray) -> np.ndarray:
-    """Sums of values over each conversation."""
+    """Sums values over each conversation."""
     _, number = np.unique(conversation, return_inverse=True)
     return np.bincount(number, weights=values)
 
 
 def _error(top: np.ndarray, bottom: np.ndarray, seed: int) -> float | None:
-    """Standard deviation of the ratio of sums over resampled conversations."""
+    """Returns the standard deviation of the ratio of sums over resampled conversations; None for a single one."""
     if len(top) < 2:
         return None
     drawn = np.random.default_rng(seed).integers(0, len(top), (RESAMPLES, len(top)))

@@ -1,4 +1,4 @@
-"""LoCoMo (arXiv 2402.17753): two persons over months of sessions; each question names the turns of its evidence."""
+"""LoCoMo (arXiv 2402.17753): two people talk over months of sessions; each question names its evidence turns."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from benchmarks.research.episodes.segments import Turn
 from sglang_kvq.errors import KVQuantError
 
 FILE = "locomo/locomo_first5.json"
-#: Category 5 asks about what was never said: it has no answer to score.
+#: Category 5 asks about things that were never said, so it has no answer to score.
 ADVERSARIAL = 5
 
 
 def load(data: Path) -> list[Conversation]:
-    """The conversations of the file, with every question that has an answer and evidence.
+    """Loads the conversations of the file, with every question that has an answer and evidence.
 
     Raises:
-        KVQuantError: no such file.
+        KVQuantError: the file does not exist.
     """
     path = data / FILE
     if not path.exists():

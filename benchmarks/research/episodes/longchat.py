@@ -1,7 +1,7 @@
 """LongChat's conversations (lmsys.org/blog/2023-06-29-longchat): a user and an assistant go through topics.
 
-Its own question ("What is the first topic?") names no topic, so no retrieval can find what it is about. Ours name it
-and ask for what the user asked about it, first and last. Records are joined, for one is too short to compress.
+Their own question ("What is the first topic?") names no topic, so retrieval cannot find its subject. Our questions name
+the topic and ask what the user asked about it first and last. Records are joined, because one is too short to compress.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from sglang_kvq.evaluation.tasks.problems import json_lines
 
 FILE = "longchat/10_topics.jsonl"
 OPENING = re.compile(r"I would like to discuss the topic of (.+?)\.?\s*$")
-#: How the user leaves a topic, in the same words everywhere: not a question to recall.
+#: The phrase with which the user leaves every topic, which is not a question to recall.
 CLOSING = re.compile(r"\bthe end of our discussion\b")
-#: Where the record's own question begins.
+#: Beginning of the record's own question.
 END = "Now the record ends"
 #: Records joined into one conversation; what does not fit is cut later.
 JOINED = 3
-#: What is asked of each topic: (number among the user's questions, how it is put).
+#: Questions about each topic: (number among the user's questions, wording).
 ASKED = (
     (0, "When we began to discuss the topic of {}, what did the user ask first?"),
     (-1, "When we discussed the topic of {}, what was the last thing that the user asked about it?"),
@@ -30,10 +30,10 @@ ASKED = (
 
 
 def load(data: Path, file: str = FILE, joined: int = JOINED) -> list[Conversation]:
-    """Conversations of ``joined`` records each; topics are sessions, and none occurs twice in one conversation.
+    """Loads conversations of ``joined`` records each; topics are sessions, and none occurs twice in a conversation.
 
     Raises:
-        KVQuantError: no such file.
+        KVQuantError: the file does not exist.
     """
     path = data / file
     if not path.exists():
@@ -44,7 +44,7 @@ def load(data: Path, file: str = FILE, joined: int = JOINED) -> list[Conversatio
 
 
 def topics(record: str) -> list[tuple[str, list[tuple[str, str]]]]:
-    """(topic, [(speaker, text), …]) of a record, without its instructions and its question."""
+    """Returns (topic, [(speaker, text), …]) of a record, without its instructions and its question."""
     parts = re.split(r"\b(USER|ASSISTANT): ", record.partition(END)[0])
     said = [(speaker, text.strip()) for speaker, text in zip(parts[1::2], parts[2::2])]
     found: list[tuple[str, list[tuple[str, str]]]] = []

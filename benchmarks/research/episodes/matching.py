@@ -1,4 +1,4 @@
-"""Search for the episode or segments that a question is about. Rows have length 1."""
+"""Finds the episode or segments that a question is about. Rows have length 1."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import numpy as np
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.sessions.episodes import Episodes
 
-#: Segments of an episode that speak for it when matching goes by best segments.
+#: Number of segments that represent an episode when matching uses best segments.
 BEST_SEGMENTS = 3
 #: Ways to match a question with an episode.
 MATCHINGS = ("centroid", "segments")
@@ -16,16 +16,16 @@ MATCHINGS = ("centroid", "segments")
 def match(
     questions: np.ndarray, embeddings: np.ndarray, episodes: Episodes, matching: str, best: int = BEST_SEGMENTS
 ) -> np.ndarray:
-    """The episode nearest to each question: int64 ``[questions]``.
+    """Returns the episode nearest to each question: int64 ``[questions]``.
 
     Args:
         questions: float32 ``[questions, D]``.
-        embeddings: of the segments, float32 ``[segments, D]``.
-        matching: "centroid": the nearest centroid (EpiCache). "segments": the episode whose ``best`` nearest segments
-            are the nearest on average.
+        embeddings: embeddings of the segments, float32 ``[segments, D]``.
+        matching: "centroid" chooses the nearest centroid (EpiCache). "segments" chooses the episode whose ``best``
+            nearest segments are the nearest on average.
 
     Raises:
-        KVQuantError: another matching.
+        KVQuantError: an unknown matching.
     """
     if matching == "centroid":
         scores = questions @ episodes.centroids.T
@@ -40,15 +40,15 @@ def match(
 def rank_segments(
     question: np.ndarray, embeddings: np.ndarray, episodes: Episodes | None = None, matching: str = "segments"
 ) -> np.ndarray:
-    """All segments, the first to be read first: int64 ``[segments]``.
+    """Returns all segments in the order in which they are to be read: int64 ``[segments]``.
 
     Args:
         question: float32 ``[D]``.
-        matching: "segments": by their nearness to the question. "centroid": episode after episode by the nearness of
-            its centroid, within one by their nearness to the question; needs ``episodes``.
+        matching: "segments" orders by nearness to the question. "centroid" orders episodes by the nearness of their
+            centroid, and segments within an episode by nearness to the question; it needs ``episodes``.
 
     Raises:
-        KVQuantError: another matching, or no episodes where they are needed.
+        KVQuantError: an unknown matching, or episodes are missing.
     """
     similar = embeddings @ question
     if matching == "segments":

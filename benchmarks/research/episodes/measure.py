@@ -1,4 +1,4 @@
-"""All policies on all conversations, and the rows and comparisons that follow."""
+"""Runs all policies on all conversations, and computes the rows and comparisons."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from benchmarks.research.episodes import gain
 from benchmarks.research.episodes.case import Case
 from benchmarks.research.episodes.policies import POLICIES, VARIANTS, Outcome, epicache_layers
 
-#: (ours, theirs), each a policy and a matching: differences of gain kept that decisions need.
+#: Pairs (ours, theirs) of a policy and a matching, whose differences of gain kept decisions depend on.
 PAIRS = (
     (("epicache_layers", "centroid"), ("epicache", "centroid")),
     (("epicache_heads", "centroid"), ("epicache", "centroid")),
@@ -37,7 +37,7 @@ PAIRS = (
 )
 
 Name = tuple[str, str | None]
-#: dataset, compression (None: of no policy's choice), kv_quant
+#: Data set, compression (None if the policy has none), kv_quant.
 Group = tuple[str, float | None, str]
 
 
@@ -47,8 +47,8 @@ class Measured:
 
     Attributes:
         outcomes: by group and (policy, matching), one for each conversation, by its name.
-        tokens: of each conversation's history, by data set and name: two data sets cut the same ones differently.
-        seconds: that each policy took.
+        tokens: length of each conversation's history, by data set and name; data sets may cut the same one differently.
+        seconds: time that each policy took.
     """
 
     outcomes: dict[Group, dict[Name, dict[str, Outcome]]] = field(
@@ -76,10 +76,10 @@ def measure_case(
     policies: Sequence[str],
     layers_of: Callable[[int, int], tuple[int, ...]],
 ) -> None:
-    """One conversation; with ``kv_quant`` "none" also what *gain kept* is measured by.
+    """Measures one conversation; with ``kv_quant`` "none" also the two ends that define *gain kept*.
 
     Args:
-        layers_of: layer budgets for an average of so many tokens, of which so many are pinned.
+        layers_of: returns layer budgets for an average number of tokens and a number of pinned ones.
     """
     name, device = case.conversation.name, case.runner.device
     measured.tokens[dataset, name] = len(case.history)
@@ -99,10 +99,10 @@ def measure_case(
 
 
 def rows(measured: Measured, bytes_per_token: dict[str, float]) -> list[dict[str, Any]]:
-    """Flat rows in the form of results.
+    """Returns flat rows in the form of results.
 
     Args:
-        bytes_per_token: of the KV cache, all layers and heads, by kv_quant.
+        bytes_per_token: bytes of the KV cache per token, over all layers and heads, by kv_quant.
     """
     found = []
     for (dataset, compression, kv_quant), policies in measured.outcomes.items():
@@ -139,7 +139,7 @@ def rows(measured: Measured, bytes_per_token: dict[str, float]) -> list[dict[str
 
 
 def comparisons(measured: Measured) -> list[dict[str, Any]]:
-    """Differences of gain kept, question by question: ``PAIRS``, and each policy with quantized pages less without."""
+    """Returns paired differences of gain kept: ``PAIRS``, and each policy's with quantized pages minus BF16."""
     found = []
     for (dataset, compression, kv_quant), policies in measured.outcomes.items():
         pairs = [((a, policies.get(a)), (b, policies.get(b))) for a, b in PAIRS]
@@ -172,7 +172,7 @@ def _label(name: Name) -> str:
 
 
 def _likelihoods(measured: Measured, dataset: str, outcomes: dict[str, Outcome]) -> tuple[gain.Likelihoods, np.ndarray]:
-    """Of all conversations' questions behind each other, beside those of the BF16 full cache and of no history."""
+    """Joins the likelihoods of all conversations' questions, with those of the BF16 full cache and of no history."""
     ends = measured.outcomes[dataset, None, "none"]
     columns = (outcomes, ends["full", None], ends["none", None])
     joined = [np.concatenate([column[name].likelihoods for name in outcomes]) for column in columns]

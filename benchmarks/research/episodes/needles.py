@@ -1,7 +1,7 @@
 """Multi-session needles: facts that a user mentions in passing over many sessions, some of which change later.
 
-Sessions are topics of LongChat's five-topic records; needles are drawn from a seed. A fact that changed has two turns
-of evidence in two sessions, and the answer is what it changed to.
+Sessions are topics of LongChat's five-topic records; needles are drawn from a seed. A fact that changed has two
+evidence turns in two sessions, and its answer is the new value.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from benchmarks.research.episodes.conversations import Conversation, Question
 from benchmarks.research.episodes.segments import Turn
 
 FILE = "longchat/5_topics.jsonl"
-#: (how it is said, how a change is said, how it is asked); {} is the answer.
+#: (statement, statement of a change, question); {} is the answer.
 KINDS = (
     (
         "the door code of my {} is {}",
@@ -85,7 +85,7 @@ PEOPLE = (
     "Liam Byrne",
 )
 REPLY = "I will remember that."
-#: Records joined into one conversation, and facts first said in each of its sessions.
+#: Records joined into one conversation, and new facts in each of its sessions.
 JOINED = 5
 FACTS = 2
 #: Share of facts that change in a later session.
@@ -97,13 +97,13 @@ def value(kind: int, random_: random.Random) -> str:
 
 
 def load(data: Path, seed: int = 0) -> list[Conversation]:
-    """One conversation for each ``JOINED`` records of LongChat's other file, with needles in every session."""
+    """Loads one conversation for each ``JOINED`` records of LongChat's other file, with needles in every session."""
     filler = longchat.load(data, FILE, JOINED)
     return [plant(one, f"needles/{n}", seed * 1000 + n) for n, one in enumerate(filler)]
 
 
 def plant(filler: Conversation, name: str, seed: int) -> Conversation:
-    """A conversation with the filler's turns, needles among them, and a question about each needle."""
+    """Returns a conversation with the filler's turns, needles among them, and a question about each needle."""
     random_ = random.Random(seed)
     sessions = sorted({turn.session for turn in filler.turns})
     facts = [(kind, thing) for kind in range(len(KINDS)) for thing in THINGS]

@@ -1,4 +1,4 @@
-"""Stored keys and values, and attention over them and what is new."""
+"""Stored keys and values, and attention over stored and new tokens."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from functools import lru_cache
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-#: ``round_trip(layer, first, k, v)``: keys and values ``[rows, kv_heads, n, D]`` of tokens from ``first`` on, as they
-#: are read later.
+#: ``round_trip(layer, first, k, v)`` returns keys and values ``[rows, kv_heads, n, D]``, of tokens from ``first`` on,
+#: as they are read later.
 RoundTrip = Callable[[int, int, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
 @dataclass
 class Past:
-    """Of each layer; keys carry their RoPE, so the order of slots means nothing.
+    """Stored keys and values of each layer; keys include their RoPE, so the order of slots does not matter.
 
     Attributes:
         k, v: ``[rows, kv_heads, slots, D]``; one row serves every row of a batch.
-        valid: bool ``[rows, kv_heads, slots]``, or None where every slot counts.
+        valid: bool ``[rows, kv_heads, slots]``, or None if every slot counts.
     """
 
     k: list[torch.Tensor]
@@ -32,7 +32,7 @@ class Past:
         return cls([], [], [])
 
     def slots(self) -> float:
-        """Slots that count, averaged over layers, rows and heads."""
+        """Returns the number of slots that count, averaged over layers, rows and heads."""
         counts = [
             float(k.shape[2]) if valid is None else float(valid.sum(-1, dtype=torch.float64).mean())
             for k, valid in zip(self.k, self.valid)
@@ -46,28 +46,28 @@ class Past:
         )
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
-        """``Attend`` over the past and, causally, what is new."""
+        """Implements ``Attend`` over the past and, causally, the new tokens."""
         if not self.k or not self.k[layer].shape[2]:
             return attend_new(layer, q, k, v, scale)
         return attention(q, k, v, self.k[layer], self.v[layer], self.valid[layer], scale)
 
 
 def attend_new(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
-    """Plain causal attention of a batch of prompts."""
+    """Computes plain causal attention of a batch of prompts."""
     group = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(group, 1) for x in (k, v))
     return scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
 
 
 def group_rows(q: torch.Tensor, kv_heads: int) -> torch.Tensor:
-    """Queries ``[B, q_heads, n, D]`` as ``[B, kv_heads, group * n, D]``: rows that read one KV head."""
+    """Reshapes queries ``[B, q_heads, n, D]`` to ``[B, kv_heads, group * n, D]``: rows that read one KV head."""
     b, heads, n, d = q.shape
     return q.reshape(b, kv_heads, heads // kv_heads * n, d)
 
 
 @lru_cache(maxsize=4)
 def _mask(slots: int, n: int, group: int, device: torch.device) -> torch.Tensor:
-    """Bool ``[group * n, slots + n]``: all that is stored, and of what is new what is not later."""
+    """Returns bool ``[group * n, slots + n]``: all stored tokens, and new tokens that are not later."""
     causal = torch.ones(n, n, dtype=torch.bool, device=device).tril()
     stored = torch.ones(n, slots, dtype=torch.bool, device=device)
     return torch.cat([stored, causal], 1).repeat(group, 1)
@@ -82,7 +82,7 @@ def attention(
     valid: torch.Tensor | None,
     scale: float,
 ) -> torch.Tensor:
-    """Softmax over ``[past | new]``: shapes of ``Attend`` and ``Past``; returns ``[B, q_heads, n, D]``."""
+    """Attends with a softmax over ``[past | new]``; shapes as in ``Attend`` and ``Past``."""
     b, heads, n, d = q.shape
     kv_heads, slots = k.shape[1], past_k.shape[2]
     mask = _mask(slots, n, heads // kv_heads, q.device)
@@ -97,7 +97,7 @@ def attention(
 
 @dataclass(frozen=True)
 class Kept:
-    """Which tokens a ``Past`` holds.
+    """The tokens that a ``Past`` holds.
 
     Attributes:
         index: per layer int64 ``[rows, kv_heads, slots]``, tokens of the history.
@@ -108,13 +108,13 @@ class Kept:
     valid: list[torch.Tensor | None]
 
     def of(self, full: Past) -> Past:
-        """These tokens out of a full cache of one row."""
+        """Selects these tokens from a full cache of one row."""
         k = [gather(x, i) for x, i in zip(full.k, self.index)]
         v = [gather(x, i) for x, i in zip(full.v, self.index)]
         return Past(k, v, list(self.valid))
 
     def coverage(self, tokens: int) -> torch.Tensor:
-        """Share of layers and heads that hold a token: float32 ``[rows, tokens]``."""
+        """Returns the share of layers and heads that hold a token: float32 ``[rows, tokens]``."""
         rows, heads, _ = self.index[0].shape
         total = torch.zeros(rows, tokens, device=self.index[0].device)
         for index, valid in zip(self.index, self.valid):
@@ -124,6 +124,6 @@ class Kept:
 
 
 def gather(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Slots of ``[1 or rows, heads, slots, D]`` by index ``[rows, heads, n]``: ``[rows, heads, n, D]``."""
+    """Gathers slots of ``[1 or rows, heads, slots, D]`` by index ``[rows, heads, n]``: ``[rows, heads, n, D]``."""
     x = x.expand(index.shape[0], -1, -1, -1)
     return x.gather(2, index[..., None].expand(-1, -1, -1, x.shape[-1]))

@@ -1,4 +1,4 @@
-"""The policies: what each keeps of a history in ``tokens`` tokens a head, and what its questions' answers are worth."""
+"""The policies: each keeps ``tokens`` tokens of a history per head, and yields the worth of its questions' answers."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from sglang_kvq.sessions.search import choose_pages
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a policy did for the questions of one conversation.
+    """Result of a policy for the questions of one conversation.
 
     Attributes:
-        policy, matching: its name; how it found what a question is about, or None.
+        policy, matching: the policy's name, and how it found the subject of a question, or None.
         likelihoods: per answer token, float64 ``[questions]``.
         recall: share of the evidence that was kept, float64 ``[questions]``.
-        matched: share of the evidence's turns in the segments or the episode chosen, or None.
-        hot: tokens a head that a question reads.
-        total: tokens a head that have to be stored.
+        matched: share of the evidence's turns in the chosen segments or episode, or None.
+        hot: tokens per head that a question reads.
+        total: tokens per head that have to be stored.
     """
 
     policy: str
@@ -55,13 +55,13 @@ def _answers(case: Case, past: Past | Callable[[list[int]], Past], first: int | 
 
 
 def full(case: Case, tokens: int) -> Iterator[Outcome]:
-    """The whole history: the upper end of *gain kept*."""
+    """Keeps the whole history: the upper end of *gain kept*."""
     size, ones = len(case.history), torch.ones(1, len(case.history))
     yield Outcome("full", None, _answers(case, case.full), case.recall(ones), None, size, size)
 
 
 def none(case: Case, tokens: int) -> Iterator[Outcome]:
-    """The system prompt and the question alone: the lower end."""
+    """Keeps only the system prompt and the question: the lower end."""
     prefix = case.history.prefix
     past, _ = prefill(case.runner, prefix, chunk=case.settings.chunk)
     kept = torch.zeros(1, len(case.history))
@@ -69,14 +69,14 @@ def none(case: Case, tokens: int) -> Iterator[Outcome]:
 
 
 def window(case: Case, tokens: int) -> Iterator[Outcome]:
-    """Sinks and the most recent tokens of the full cache, in place (StreamingLLM, arXiv 2309.17453)."""
+    """Keeps sinks and the most recent tokens of the full cache, in place (StreamingLLM, arXiv 2309.17453)."""
     at = torch.arange(len(case.history), device=case.runner.device)
     keys = at.float().expand(1, case.runner.kv_heads, -1)
     yield _selected(case, "window", [keys] * case.runner.layers, tokens)
 
 
 def _selected(case: Case, policy: str, found: list[torch.Tensor], tokens: int, *, per_head: bool = False) -> Outcome:
-    """The best tokens of the full cache by scores ``[1, kv_heads, T]`` of each layer; sinks are pinned."""
+    """Keeps the best tokens of the full cache by scores ``[1, kv_heads, T]`` of each layer; sinks are pinned."""
     first = torch.arange(len(case.history), device=case.runner.device) < case.pinned
     pinned = [pin(of_layer.clone(), first) for of_layer in found]
     if per_head:
@@ -89,21 +89,22 @@ def _selected(case: Case, policy: str, found: list[torch.Tensor], tokens: int, *
 
 
 def h2o(case: Case, tokens: int) -> Iterator[Outcome]:
-    """Half the budget to the most recent tokens, half to those that received most attention (arXiv 2306.14048).
+    """Keeps the most recent tokens, and those that received most attention, half each (H2O, arXiv 2306.14048).
 
-    Chosen once, from the whole history's attention, not step by step: kinder than the paper's greedy eviction.
+    The choice is made once, from the whole history's attention, not step by step. This is kinder than the paper's
+    greedy eviction.
     """
     recent = torch.arange(len(case.history), device=case.runner.device) >= len(case.history) - tokens // 2
     yield _selected(case, "h2o", [pin(mass.clone(), recent) for mass in case.mass], tokens)
 
 
 def keydiff(case: Case, tokens: int) -> Iterator[Outcome]:
-    """Keys unlike the others, chosen once."""
+    """Keeps keys unlike the others, chosen once."""
     yield _selected(case, "keydiff", scores.keydiff(case.full), tokens)
 
 
 def kvzip(case: Case, tokens: int) -> Iterator[Outcome]:
-    """Keys that help to repeat the history: equal counts of all heads, and shared among the heads of a layer."""
+    """Keeps keys that help to repeat the history: equal counts for all heads, or shared among the heads of a layer."""
     found = scores.kvzip(
         case.runner,
         case.full,
@@ -117,7 +118,7 @@ def kvzip(case: Case, tokens: int) -> Iterator[Outcome]:
 
 
 def snapkv(case: Case, tokens: int) -> Iterator[Outcome]:
-    """The question selects from the full cache, token by token: needs all of it, for every question."""
+    """Lets the question select tokens from the full cache, all of which every question needs."""
     first = torch.arange(len(case.history), device=case.runner.device) < case.pinned
     recalls = np.zeros(len(case.asks))
 
@@ -133,9 +134,10 @@ def snapkv(case: Case, tokens: int) -> Iterator[Outcome]:
 
 
 def retrieve(case: Case, tokens: int) -> Iterator[Outcome]:
-    """The question chooses pages of the full cache: sinks, pages of what is nearest to it, the recent tail.
+    """Lets the question choose pages of the full cache: sinks, the nearest pages, and the recent tail.
 
-    By segments of turns and their embeddings, and by windows of pages, embeddings and letters: what can be served.
+    Pages are found by segments of turns and their embeddings, or by windows of pages, embeddings and letters, which can
+    be served.
     """
     size = len(case.history)
     for matching in (*MATCHINGS, "windows"):
@@ -169,9 +171,9 @@ def retrieve(case: Case, tokens: int) -> Iterator[Outcome]:
 
 
 def text(case: Case, tokens: int) -> Iterator[Outcome]:
-    """The segments nearest to the question, put before it as text, in order of the conversation; no cache is kept.
+    """Puts the segments nearest to the question before it as text, in order of the conversation; keeps no cache.
 
-    By embeddings, and by embeddings and letters.
+    Segments are ranked by embeddings, or by embeddings and letters.
     """
     by_embeddings = np.stack([rank_segments(row, case.embeddings) for row in case.question_rows])
     for matching, ranked in (("segments", by_embeddings), ("fused", case.fused_segments)):
@@ -183,7 +185,7 @@ def text(case: Case, tokens: int) -> Iterator[Outcome]:
 
 
 def text_recent(case: Case, tokens: int) -> Iterator[Outcome]:
-    """The most recent segments as text: what a client that cuts its transcript sends."""
+    """Keeps the most recent segments as text, like a client that cuts its transcript."""
     chosen = _segments_in(case, np.arange(len(case.segments))[::-1], tokens, stop=True)
     ids = case.history.of_turns(case.turns_of_segments(chosen))
     past, _ = prefill(case.runner, ids, chunk=case.settings.chunk)
@@ -192,8 +194,10 @@ def text_recent(case: Case, tokens: int) -> Iterator[Outcome]:
 
 
 def _segments_in(case: Case, ranked: np.ndarray, tokens: int, *, stop: bool = False) -> list[int]:
-    """Segments in order of rank whose text, headers included, takes at most ``tokens``; ``stop`` at the first that does
-    not fit, else leave it out."""
+    """Returns segments in order of rank whose text, headers included, takes at most ``tokens``.
+
+    A segment that does not fit is left out; with ``stop`` the choice ends there.
+    """
     chosen: list[int] = []
     sessions: set[int] = set()
     used = len(case.history.prefix)
@@ -211,18 +215,18 @@ def _segments_in(case: Case, ranked: np.ndarray, tokens: int, *, stop: bool = Fa
 
 
 def epicache(case: Case, tokens: int) -> Iterator[Outcome]:
-    """EpiCache with as many tokens of every layer and head, each head its own: the form that pages can hold."""
+    """Runs EpiCache with equally many tokens for every layer and head, chosen per head, as pages can hold them."""
     yield from _episodes(case, "epicache", Budget((tokens,) * case.runner.layers, pinned=case.pinned))
 
 
 def epicache_heads(case: Case, tokens: int) -> Iterator[Outcome]:
-    """EpiCache with a layer's tokens shared unequally by its heads."""
+    """Runs EpiCache with a layer's tokens shared unequally by its heads."""
     budget = Budget((tokens,) * case.runner.layers, per_head=True, pinned=case.pinned)
     yield from _episodes(case, "epicache_heads", budget)
 
 
 def epicache_layers(case: Case, tokens: int, layers: tuple[int, ...]) -> Iterator[Outcome]:
-    """EpiCache with layer budgets by sensitivity."""
+    """Runs EpiCache with layer budgets by sensitivity."""
     yield from _episodes(case, "epicache_layers", Budget(layers, pinned=case.pinned))
 
 
@@ -256,7 +260,7 @@ def _episodes(case: Case, policy: str, budget: Budget) -> Iterator[Outcome]:
 
 
 def _of_evidence(case: Case) -> np.ndarray:
-    """The episode in which most of a question's evidence lies: what perfect matching would choose."""
+    """Returns the episode with most of each question's evidence, which perfect matching would choose."""
     return np.array(
         [
             np.bincount(case.episodes.labels[case.segment_of_turn[list(question.evidence)]]).argmax()
@@ -265,7 +269,7 @@ def _of_evidence(case: Case) -> np.ndarray:
     )
 
 
-#: By name; ``epicache_layers`` needs budgets, see ``measure``.
+#: Policies by name; ``epicache_layers`` needs budgets, see ``measure``.
 POLICIES: dict[str, Policy] = {
     "full": full,
     "none": none,
@@ -281,15 +285,15 @@ POLICIES: dict[str, Policy] = {
     "kvzip": kvzip,
 }
 NAMES = (*POLICIES, "epicache_layers")
-#: Forms of EpiCache that ordinary pages cannot hold: measured at one compression.
+#: Forms of EpiCache that ordinary pages cannot hold; they are measured at one compression only.
 VARIANTS = ("epicache_heads", "epicache_layers")
 
 
 def known_names(names: list[str]) -> list[str]:
-    """Policies as they are called now.
+    """Returns the current names of policies.
 
     Raises:
-        KVQuantError: one of them is no policy.
+        KVQuantError: a name is unknown.
     """
     found = [ALIASES.get(name, name) for name in names]
     for name in found:

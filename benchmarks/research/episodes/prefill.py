@@ -1,4 +1,4 @@
-"""One forward of a history: its keys and values, and the attention that its own queries pay them."""
+"""Reads a history once: its keys and values, and the attention that its own queries pay them."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from benchmarks.research.episodes.runner import Runner
 from sglang_kvq.config import KVQuantConfig
 from sglang_kvq.constants import PAGE_SIZE
 
-#: Tokens that a server keeps in BF16 behind the queries.
+#: Tokens before the queries that a server keeps in BF16.
 RECENT = KVQuantConfig.recent_tokens
-#: Scores held at once where they are needed one by one.
+#: Most scores held at once where single scores are needed.
 SCORES = 1 << 28
 
 
@@ -23,11 +23,11 @@ def prefill(
     mass: bool = False,
     round_trip: RoundTrip | None = None,
 ) -> tuple[Past, list[torch.Tensor] | None]:
-    """The full cache of one row, prefilled in chunks.
+    """Returns the full cache of one row, prefilled in chunks.
 
     Args:
-        mass: also sum, over all queries and the query heads of a KV head, the probabilities that a key receives (what
-            H2O, arXiv 2306.14048, accumulates).
+        mass: whether to also sum the probabilities that a key receives, over all queries and the query heads of its KV
+            head (as H2O, arXiv 2306.14048, accumulates them).
         round_trip: keys and values as they are read once their pages have left the window of ``RECENT`` tokens; each is
             quantized once, and pages leave whole, as served.
 
@@ -70,9 +70,9 @@ def prefill(
 
 
 def received(q: torch.Tensor, k: torch.Tensor, first: int, scale: float) -> torch.Tensor:
-    """Probability that keys ``[1, kv_heads, C, D]`` receive in all from queries ``[1, q_heads, n, D]``.
+    """Returns the total probability that keys ``[1, kv_heads, C, D]`` receive from queries ``[1, q_heads, n, D]``.
 
-    Query i stands at key ``first + i`` and sees keys up to itself. Returns float32 ``[1, kv_heads, C]``.
+    Query i is at key ``first + i`` and sees keys up to itself. Returns float32 ``[1, kv_heads, C]``.
     """
     n, kv_heads, keys = q.shape[2], k.shape[1], k.shape[2]
     group = q.shape[1] // kv_heads

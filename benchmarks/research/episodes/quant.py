@@ -1,4 +1,4 @@
-"""Keys and values as a served cache returns them: through a method's records and back, in the model's basis."""
+"""Passes keys and values through a method's records and back to the model's basis, as a served cache returns them."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from sglang_kvq.rotations.resolve import resolve_rotations
 
 
 def method_of(spec: str, model_path: str, hf_config: Any) -> Candidate:
-    """Page formats and rotations of a model's layers by ``--kv-quant NAME`` or ``NAME:BITS``."""
+    """Resolves page formats and rotations of a model's layers from ``--kv-quant NAME`` or ``NAME:BITS``."""
     name, _, bits = spec.partition(":")
     rotations = resolve_rotations(KVQuantConfig(name, bits=bits or None), model_path, hf_config)
     return candidate_of(spec, rotations, hf_config)
 
 
 def bits_per_element(spec: str, model_path: str, hf_config: Any) -> float:
-    """Of what is stored, scales included, averaged over layers; 16 for "none"."""
+    """Returns the stored bits, scales included, averaged over layers; 16 for "none"."""
     if spec == "none":
         return 16.0
     formats = method_of(spec, model_path, hf_config).formats
@@ -32,12 +32,14 @@ def bits_per_element(spec: str, model_path: str, hf_config: Any) -> float:
 
 
 def round_trip_of(spec: str, model_path: str, hf_config: Any, device: torch.device) -> RoundTrip | None:
-    """``RoundTrip`` by ``--kv-quant NAME[:BITS]``; None for "none". Sinks, and a last partial page, stay as they are.
+    """Returns the ``RoundTrip`` of ``--kv-quant NAME[:BITS]``; None for "none".
+
+    Sinks and a last partial page stay exact.
 
     Codes are per token, so a token that is quantized once may later lie in another page.
 
     Raises:
-        KVQuantError: a method whose codes are shared by several tokens, or rotations that are missing.
+        KVQuantError: the method's codes are shared by several tokens, or rotations are missing.
     """
     if spec == "none":
         return None
@@ -49,7 +51,7 @@ def round_trip_of(spec: str, model_path: str, hf_config: Any, device: torch.devi
     r = method.rotations.to(device)
 
     def through_pages(layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Whole pages, float32 ``[rows, kv_heads, n, D]``."""
+        """Passes whole pages, float32 ``[rows, kv_heads, n, D]``, through records."""
         mean = 0.0 if r.k_mean is None else r.k_mean[layer][:, None]
         if r.k is not None:
             k = k @ r.k[layer]

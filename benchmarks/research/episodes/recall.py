@@ -1,11 +1,10 @@
-"""Which way to search a conversation finds the pages that hold a question's evidence; no language model is needed.
+"""Compares ways to search a conversation by the evidence that their pages hold; no language model is needed.
 
     python -m benchmarks.research.episodes.recall --model .models/Qwen2.5-Coder-0.5B-Instruct --embedder FOLDER/model \\
         --data FOLDER --out benchmarks/results/recall_qwen2.5-coder-0.5b-instruct.json
 
-The tokenizer of --model says where pages end. --data and --embedder are those of
-`benchmarks.research.episodes`.
-Every second conversation serves to choose a way to search, the others to report what it finds.
+The tokenizer of --model decides where pages end. --data and --embedder are those of `benchmarks.research.episodes`.
+Every second conversation is used to choose a way to search; the others report its recall.
 """
 
 from __future__ import annotations
@@ -45,11 +44,11 @@ CHOSEN_BY = (4.0, 6.0)
 
 @dataclass(frozen=True)
 class Pieces:
-    """What is searched: segments of ``turns``, which never cross sessions, or windows of whole ``pages``.
+    """The units that are searched: segments of ``turns``, which never cross sessions, or windows of whole ``pages``.
 
     Attributes:
-        apart: windows do not overlap; otherwise there is one from every page on.
-        whole: a window is embedded and indexed as one text; otherwise each of its pages once.
+        apart: whether windows do not overlap; otherwise a window begins at every page.
+        whole: whether a window is embedded and indexed as one text; otherwise each of its pages is, once.
     """
 
     turns: int = 0
@@ -69,19 +68,19 @@ PIECES = {
     "2 pages apart": Pieces(pages=2, apart=True),
     "2 pages whole": Pieces(pages=2, whole=True),
 }
-#: ``bm25`` counts runs of letters, ``bm25_words`` words; ``fused`` and ``reciprocal_ranks`` are cosine and ``bm25``;
-#: ``centroid_E`` takes episode after episode, of E, by the nearness of its centroid; ``recent`` searches nothing.
+#: ``bm25`` counts runs of letters, ``bm25_words`` words; ``fused`` and ``reciprocal_ranks`` combine cosine and
+#: ``bm25``; ``centroid_E`` orders E episodes by the nearness of their centroids; ``recent`` searches nothing.
 RANKINGS = ("cosine", "bm25_words", "bm25", "reciprocal_ranks", "fused", "centroid_4", "centroid_8", "recent")
-#: Ranks that count nearly alike by ``reciprocal_ranks`` (Cormack, Clarke and Büttcher 2009).
+#: Ranks below this count nearly the same in ``reciprocal_ranks`` (Cormack, Clarke and Büttcher 2009).
 NEAR_RANKS = 60
-#: Pages beside a hit that are brought in with it: (before, after).
+#: Numbers of pages before and after a hit that are added with it.
 NEIGHBOURS = {"none": (0, 0), "both": (1, 1), "before": (1, 0), "after": (0, 1)}
 HEADER_LINE = re.compile(r"\n?\[Session [^\]\n]*\]\n?")
 
 
 @dataclass(frozen=True)
 class Search:
-    """A way to search: names of the tables above.
+    """A way to search: names from the tables above.
 
     Attributes:
         dates: whether the lines above sessions, which have the dates, are part of the texts.
@@ -94,12 +93,12 @@ class Search:
 
     @property
     def served(self) -> bool:
-        """Whether a server can do it, which sees tokens, headers among them, but no turns."""
+        """True if a server can search this way; it sees tokens, including headers, but no turns."""
         return self.ranking == "recent" or (PIECES[self.pieces].pages > 0 and self.dates)
 
 
 def searches(among: Sequence[str] = tuple(PIECES)) -> list[Search]:
-    """What is compared, of some pieces. As in EpiCache, segments of turns have no dates unless said; windows have."""
+    """Returns the searches to compare. As in EpiCache, segments omit dates by default; windows include them."""
     own = {name: kind.pages > 0 for name, kind in PIECES.items()}
     found = [Search(pieces, ranking, dates=own[pieces]) for pieces in among for ranking in RANKINGS[:-1]]
     for pieces in ("4 turns", "1 page", "2 pages"):
@@ -112,11 +111,11 @@ def searches(among: Sequence[str] = tuple(PIECES)) -> list[Search]:
 
 
 class Searched:
-    """One conversation, searched in any way.
+    """One conversation that can be searched in any way.
 
     Attributes:
-        shares: of each question's evidence, what lies in each page, float64 ``[questions, pages]``, rows of sum 1; all
-            turns of evidence count the same, as in the oracle.
+        shares: share of each question's evidence in each page, float64 ``[questions, pages]``, rows of sum 1; all
+            evidence turns count equally, as in the oracle.
     """
 
     def __init__(self, conversation: Conversation, writer: Writer, embedder: Embeds) -> None:
@@ -133,14 +132,14 @@ class Searched:
         self.scores = cache(self._scores)
 
     def _spans(self, pieces: str) -> list[tuple[int, int]]:
-        """Token spans of the pieces."""
+        """Returns the token spans of the pieces."""
         kind = PIECES[pieces]
         if kind.pages:
             return windows(len(self.history), kind.pages)[:: kind.pages if kind.apart else 1]
         return [self.history.span(one.first, one.last) for one in segment(self.conversation.turns, kind.turns)]
 
     def _texts(self, pieces: str, dates: bool) -> list[str]:
-        """What is embedded and indexed: of windows their pages, unless they are ``whole``."""
+        """Returns the texts that are embedded and indexed: for windows their pages, unless they are ``whole``."""
         kind, turns = PIECES[pieces], self.conversation.turns
         if kind.turns:
             return [(header(turns[one.first]) if dates else "") + one.text for one in segment(turns, kind.turns)]
@@ -149,14 +148,14 @@ class Searched:
         return texts if dates else [HEADER_LINE.sub("\n", text) for text in texts]
 
     def _embeddings(self, pieces: str, dates: bool) -> np.ndarray:
-        """Float32 ``[pieces, D]``."""
+        """Returns float32 ``[pieces, D]``."""
         rows, kind = self.embedder.encode(self.texts(pieces, dates)), PIECES[pieces]
         if kind.pages and not kind.whole:
             rows = unit(runs(rows, kind.pages))[:: kind.pages if kind.apart else 1]
         return rows
 
     def _scores(self, pieces: str, dates: bool, ranking: str) -> np.ndarray:
-        """Float ``[questions, pieces]``, higher is better."""
+        """Returns float ``[questions, pieces]``; higher is better."""
         kind = PIECES[pieces]
         if ranking == "cosine":
             return self.rows @ self.embeddings(pieces, dates).T
@@ -175,7 +174,7 @@ class Searched:
         return -np.argsort(ranked, axis=1).astype(np.float64)
 
     def recall(self, search: Search, compression: float, settings: Settings) -> np.ndarray:
-        """The share of each question's evidence that is in the chosen pages: float64 ``[questions]``."""
+        """Returns the share of each question's evidence in the chosen pages: float64 ``[questions]``."""
         size = len(self.history)
         spans: list[tuple[int, int]] = []
         scores = np.zeros((len(self.questions), 0))
@@ -200,17 +199,17 @@ class Searched:
 
 
 def by_ranks(*scores: np.ndarray) -> np.ndarray:
-    """Reciprocal-rank fusion of scores ``[items]``, of equal ones the first first: float64 ``[items]``."""
+    """Fuses scores ``[items]`` by reciprocal ranks, float64 ``[items]``; of equal scores the first ranks first."""
     ranks = np.argsort(np.argsort(-np.stack(scores), axis=1, kind="stable"), axis=1)
     return np.asarray((1 / (NEAR_RANKS + 1 + ranks)).sum(0))
 
 
 def evidence_shares(evidence: Sequence[Sequence[tuple[int, int]]], tokens: int) -> np.ndarray:
-    """Of spans ``[start, end)`` of evidence, what lies in each page: float64 ``[questions, pages]``, rows of sum 1.
+    """Returns the share of evidence in each page: float64 ``[questions, pages]``, rows of sum 1.
 
     Args:
-        evidence: the turns of each question's; each turn counts the same.
-        tokens: of the history.
+        evidence: spans ``[start, end)`` of each question's evidence turns; each turn counts equally.
+        tokens: length of the history.
     """
     shares = np.zeros((len(evidence), -(-tokens // PAGE_SIZE)))
     for row, turns in zip(shares, evidence):
@@ -223,7 +222,7 @@ def evidence_shares(evidence: Sequence[Sequence[tuple[int, int]]], tokens: int) 
 def with_neighbours(
     ranked: Sequence[tuple[int, int]], tokens: int, before: int, after: int
 ) -> Iterator[tuple[int, int]]:
-    """Each span, then the pages before and after it, where there are any."""
+    """Yields each span, then the pages before and after it, if there are any."""
     for start, end in ranked:
         yield start, end
         first, last = start // PAGE_SIZE, (end - 1) // PAGE_SIZE
@@ -239,13 +238,13 @@ def rows(
     settings: Settings,
     among: Sequence[str] = tuple(PIECES),
 ) -> list[dict[str, Any]]:
-    """Flat rows in the form of results: what is reported, ``recall``, and what is chosen by, ``recall_choose``.
+    """Returns flat rows in the form of results: ``recall`` is reported, ``recall_choose`` is used for the choice.
 
     Args:
-        found: by dataset. The first, third, … conversation reports, the others choose.
+        found: conversations by data set. The first, third, … conversation reports, the others choose.
 
     Raises:
-        KVQuantError: fewer than two conversations of a dataset.
+        KVQuantError: a data set has fewer than two conversations.
     """
     table = []
     for dataset, every in found.items():
@@ -281,10 +280,10 @@ def rows(
 
 
 def best(table: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The way to search that ``recall_choose`` speaks for, of those that a server can do.
+    """Returns the way to search with the best ``recall_choose`` among those that a server can do.
 
-    By its mean over datasets and ``CHOSEN_BY``, of all within a standard error of the highest the plainest: without
-    neighbours, with pages embedded once, with the fewest pages.
+    The mean over data sets and ``CHOSEN_BY`` decides. Among all ways within a standard error of the highest, the
+    plainest is chosen: without neighbors, with pages embedded once, with the fewest pages.
 
     Raises:
         KVQuantError: none of these compressions was measured.
@@ -298,7 +297,7 @@ def best(table: Sequence[dict[str, Any]]) -> dict[str, Any]:
         raise KVQuantError(f"--compressions without any of {CHOSEN_BY}: a way to search is chosen by these.")
     means = {name: float(np.mean([mean for mean, _ in of])) for name, of in of_search.items()}
     highest = max(means, key=lambda name: means[name])
-    # The compressions of a dataset err together: their errors are averaged, those of datasets are independent.
+    # Compressions of a data set err together, so their errors are averaged; those of data sets are independent.
     errors = np.array([error for _, error in of_search[highest]])
     error = float(errors.mean() / np.sqrt(len({row["dataset"] for row in table})))
     near = [name for name, mean in means.items() if mean >= means[highest] - error]
@@ -312,7 +311,7 @@ def best(table: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def text_table(table: Sequence[dict[str, Any]]) -> str:
-    """A line for each way to search and dataset, a column for each compression: reported recall in percent."""
+    """Returns a line for each way to search and data set, with a column per compression: reported recall in percent."""
     lines: dict[tuple[str, ...], list[str]] = {}
     for row in table:
         dates = "dates" if row["dates"] else ""
@@ -343,10 +342,10 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
 
 
 def run(args: argparse.Namespace, writer: Writer, embedder: Embeds) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Rows, and what else the file says.
+    """Returns rows, and the file's further fields.
 
     Raises:
-        KVQuantError: an argument that means nothing.
+        KVQuantError: an argument is invalid.
     """
     try:
         compressions = [float(word) for word in args.compressions.split(",")]

@@ -1,4 +1,4 @@
-"""A transformers model whose attention we write ourselves, so that what it reads need not be what it has seen."""
+"""Runs a transformers model with our own attention, so that it need not read the tokens that it has seen."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Runner:
         self.layers, self.kv_heads = config.num_hidden_layers, config.num_key_value_heads
         self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self.context, self.device, self.dtype = config.max_position_embeddings, model.device, model.dtype
-        name = f"kvq_episodes_{next(_NUMBER)}"  # one for each: transformers' registry is global
+        name = f"kvq_episodes_{next(_NUMBER)}"  # a name per runner, because transformers' registry is global
         ALL_ATTENTION_FUNCTIONS.register(name, self._attention)
         model.set_attn_implementation(name)
 
@@ -57,13 +57,13 @@ class Runner:
 
     @torch.inference_mode()
     def hidden(self, ids: torch.Tensor, first: int, attend: Attend) -> torch.Tensor:
-        """Last hidden states ``[B, n, hidden]``.
+        """Returns the last hidden states ``[B, n, hidden]``.
 
         Args:
             ids: int64 ``[B, n]``; all rows start at position ``first``.
 
         Raises:
-            KVQuantError: positions past the model's context.
+            KVQuantError: positions exceed the model's context.
         """
         end = first + ids.shape[1]
         if end > self.context:
@@ -79,12 +79,12 @@ class Runner:
 
     @torch.inference_mode()
     def logprobs(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Log-probabilities, float32 ``[n]``, of targets int64 ``[n]`` after hidden states ``[n, hidden]``."""
+        """Returns log-probabilities, float32 ``[n]``, of targets int64 ``[n]`` after hidden states ``[n, hidden]``."""
         logits = self.model.lm_head(hidden).float()
         return logits.gather(1, targets.to(self.device)[:, None])[:, 0] - logits.logsumexp(1)
 
 
 def pad(rows: list[list[int]]) -> torch.Tensor:
-    """Rows of tokens padded at their ends, int64 ``[B, n]``; causal attention never reads what is behind."""
+    """Pads rows of tokens at their ends, int64 ``[B, n]``; causal attention never reads the padding."""
     width = max(map(len, rows))
     return torch.tensor([row + [0] * (width - len(row)) for row in rows])

@@ -1,4 +1,4 @@
-"""What makes a key worth keeping: scores float32 ``[rows, kv_heads, T]``, higher is better."""
+"""Scores of keys that decide which are kept: float32 ``[rows, kv_heads, T]``, higher is better."""
 
 from __future__ import annotations
 
@@ -16,13 +16,15 @@ REPEAT = "\n\nRepeat this part of the conversation word for word:\n"
 def highest(
     q: torch.Tensor, k: torch.Tensor, valid: torch.Tensor | None, lengths: list[int], scale: float
 ) -> torch.Tensor:
-    """The highest probability that any query of a KV head's group pays a stored key, the softmax over stored keys only.
+    """Returns the highest probability that any query of a KV head's group pays each stored key.
+
+    The softmax is over stored keys only.
 
     Args:
         q: ``[B, q_heads, n, D]``.
         k: ``[1 or B, kv_heads, slots, D]``.
         valid: bool ``[1 or B, kv_heads, slots]`` or None.
-        lengths: of each prompt; what follows is padding.
+        lengths: tokens of each prompt; the rest is padding.
 
     Returns:
         float32 ``[B, kv_heads, slots]``.
@@ -39,10 +41,10 @@ def highest(
 
 
 def by_prompts(runner: Runner, past: Past, prompts: list[list[int]], first: int) -> list[torch.Tensor]:
-    """EpiCache's scores: what each prompt's queries pay the past's keys, per layer ``[prompts, kv_heads, slots]``.
+    """Returns EpiCache's scores of the past's keys by each prompt's queries, per layer ``[prompts, kv_heads, slots]``.
 
     Args:
-        past: of one row, or of one for each prompt.
+        past: one row, or a row for each prompt.
         first: position of the prompts' first tokens.
     """
     lengths = [len(prompt) for prompt in prompts]
@@ -57,9 +59,9 @@ def by_prompts(runner: Runner, past: Past, prompts: list[list[int]], first: int)
 
 
 def snapkv(runner: Runner, full: Past, questions: list[list[int]]) -> list[torch.Tensor]:
-    """SnapKV (arXiv 2404.14469) with the question as its observation window: per layer ``[questions, kv_heads, T]``.
+    """Computes SnapKV's scores (arXiv 2404.14469) with the question as window: per layer ``[questions, kv_heads, T]``.
 
-    Probabilities over the history, summed over the question's queries and the group's heads, then smoothed.
+    These are probabilities over the history, summed over the question's queries and the group's heads, then smoothed.
     """
     scores: list[torch.Tensor] = []
 
@@ -81,9 +83,9 @@ def snapkv(runner: Runner, full: Past, questions: list[list[int]]) -> list[torch
 def kvzip(
     runner: Runner, full: Past, ids: list[int], instruction: list[int], *, chunk: int, batch: int
 ) -> list[torch.Tensor]:
-    """KVzip's scores (arXiv 2505.23416): what a model that repeats a part of the history looks at in that part.
+    """Computes KVzip's scores (arXiv 2505.23416): how a model that repeats a part of the history attends to that part.
 
-    The highest probability that any query of the instruction and the repeated chunk pays a key of the chunk; the
+    A key's score is the highest probability that any query of the instruction and the repeated chunk pays it. The
     softmax runs over the chunk's keys and, causally, the prompt's own, as in the paper. The full cache is read.
 
     Returns:
@@ -117,7 +119,7 @@ def kvzip(
 
 
 def _repeated(q: torch.Tensor, stored: torch.Tensor, own: torch.Tensor, scale: float) -> torch.Tensor:
-    """``[kv_heads, slots]``: the highest share of a stored key in a softmax over stored and own keys."""
+    """Returns ``[kv_heads, slots]``: the highest share of a stored key in a softmax over stored and own keys."""
     kv_heads, n, slots = own.shape[1], own.shape[2], stored.shape[2]
     scores = group_rows(q, kv_heads)[0].float() @ torch.cat([stored, own], 2)[0].float().mT * scale
     causal = torch.ones(n, n, dtype=torch.bool, device=q.device).tril().repeat(q.shape[1] // kv_heads, 1)
@@ -126,7 +128,7 @@ def _repeated(q: torch.Tensor, stored: torch.Tensor, own: torch.Tensor, scale: f
 
 
 def keydiff(full: Past) -> list[torch.Tensor]:
-    """KeyDiff (arXiv 2504.15364): keys unlike the mean direction of all keys, by cosine."""
+    """Computes KeyDiff's scores (arXiv 2504.15364): keys unlike the mean direction of all keys, by cosine."""
     scores = []
     for k in full.k:
         unit = torch.nn.functional.normalize(k.float(), dim=-1)

@@ -1,4 +1,4 @@
-"""A conversation in segments: a few consecutive turns of one session, the unit that is embedded and retrieved."""
+"""Divides a conversation into segments: a few consecutive turns of one session, the unit of embedding and retrieval."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Turn:
     """One party's turn.
 
     Attributes:
-        session: number of the sitting it belongs to, not falling from turn to turn.
+        session: number of its session, which never decreases from turn to turn.
         when: date of the session, as text; "" if unknown.
     """
 
@@ -26,13 +26,13 @@ class Turn:
     when: str = ""
 
     def line(self) -> str:
-        """``Speaker: text`` and a line's end."""
+        """Returns ``Speaker: text`` and a line end."""
         return f"{self.speaker}: {self.text}\n"
 
 
 @dataclass(frozen=True)
 class Segment:
-    """Turns ``first`` to ``last``, both included; ``text`` is what is embedded."""
+    """Turns ``first`` to ``last``, both included; ``text`` is embedded."""
 
     first: int
     last: int
@@ -44,9 +44,9 @@ class Segment:
 
 
 def segment(turns: Sequence[Turn], size: int = SEGMENT_TURNS) -> list[Segment]:
-    """Consecutive segments of at most ``size`` turns, none of which crosses sessions.
+    """Returns consecutive segments of at most ``size`` turns, none of which crosses sessions.
 
-    Appending turns changes the last segment at most, so a growing conversation embeds each segment once.
+    Appending turns changes at most the last segment, so a growing conversation embeds each segment once.
 
     Raises:
         KVQuantError: a size below 1, or sessions out of order.

@@ -1,4 +1,4 @@
-"""From scores to the tokens that are kept: the highest of each head, or of all heads of a layer."""
+"""Selects the tokens that are kept from scores: the highest of each head, or of all heads of a layer."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import torch
 
 
 def pin(scores: torch.Tensor, pinned: torch.Tensor) -> torch.Tensor:
-    """Scores ``[..., T]`` with those of ``pinned`` (bool, broadcastable) above all others."""
+    """Returns scores ``[..., T]`` with those of ``pinned`` (bool, broadcastable) above all others."""
     return scores.masked_fill(pinned, torch.inf)
 
 
 def top_of_heads(scores: torch.Tensor, count: int) -> torch.Tensor:
-    """The ``count`` highest of each head, in order of the slots: int64 ``[rows, kv_heads, count]``.
+    """Returns the ``count`` highest of each head, in order of the slots: int64 ``[rows, kv_heads, count]``.
 
     Args:
         scores: ``[rows, kv_heads, T]``.
@@ -20,7 +20,7 @@ def top_of_heads(scores: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def top_of_layer(scores: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The ``kv_heads * count`` highest of all heads of a layer: heads may keep unequal numbers.
+    """Returns the ``kv_heads * count`` highest of all heads of a layer: heads may keep unequal numbers.
 
     Args:
         scores: ``[rows, kv_heads, T]``.
@@ -33,6 +33,6 @@ def top_of_layer(scores: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.
     chosen.scatter_(1, scores.flatten(1).topk(min(count, tokens) * heads, dim=-1).indices, True)
     chosen = chosen.unflatten(1, (heads, tokens))
     width = int(chosen.sum(-1).max())
-    # Chosen slots first, each kind in its order.
+    # Chosen slots first, then the others, both in order.
     index = chosen.logical_not().to(torch.int8).sort(dim=-1, stable=True).indices[..., :width]
     return index, chosen.gather(-1, index)

@@ -1,6 +1,6 @@
-"""Layer budgets by sensitivity (EpiCache): how far a layer's keys move when attention loses what lies far back.
+"""Layer budgets by sensitivity (EpiCache): how far a layer's keys move if attention loses distant tokens.
 
-The sample is another text than any that is evaluated.
+The sample is not a text that is evaluated.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from benchmarks.research.episodes.past import attend_new
 from benchmarks.research.episodes.runner import Runner
 from sglang_kvq.errors import KVQuantError
 
-#: How sharply budgets follow sensitivities, by model type (the released scripts).
+#: Strength with which budgets follow sensitivities, by model type (the released scripts).
 SHARPNESS = {"llama": 1.1, "qwen2": 1.3}
 #: Share of an even budget that every layer gets.
 FLOOR = 0.25
@@ -20,14 +20,17 @@ FLOOR = 0.25
 
 @torch.inference_mode()
 def similarities(runner: Runner, ids: list[int], *, window: int, sinks: int) -> np.ndarray:
-    """Cosine of each layer's keys under full and under windowed attention, averaged over tokens past the first window
-    and heads: float64 ``[layers]``. Low: sensitive.
+    """Returns the cosine of each layer's keys under full and windowed attention: float64 ``[layers]``.
+
+    Low values mean sensitive layers.
+
+    It is averaged over heads and over tokens after the first window.
 
     Args:
-        window: a query sees the first ``sinks`` tokens, its own window, and the later half of the one before.
+        window: a query sees the first ``sinks`` tokens, its own window, and the later half of the window before.
 
     Raises:
-        KVQuantError: a sample of less than two windows, on which nothing is lost.
+        KVQuantError: the sample is shorter than two windows, so that nothing is lost.
     """
     if len(ids) < 2 * window:
         raise KVQuantError(f"a sample of {len(ids)} tokens for windows of {window}: give two windows or more.")
@@ -54,13 +57,15 @@ def similarities(runner: Runner, ids: list[int], *, window: int, sinks: int) -> 
 
 
 def layer_budgets(similar: np.ndarray, tokens: int, *, sharpness: float, unit: int, least: int) -> tuple[int, ...]:
-    """Tokens a head of each layer, ``tokens`` on average, in whole ``unit`` s, each at least ``FLOOR`` of that.
+    """Returns tokens per head of each layer, ``tokens`` on average, in multiples of ``unit``.
 
-    The weight of a layer is (1 - n)^sharpness, n its similarity scaled to [0, 1]. What the floors leave is divided by
-    weight, so the total is exact.
+    Each layer gets at least ``FLOOR`` of the average.
+
+    The weight of a layer is (1 - n)^sharpness, where n is its similarity scaled to [0, 1]. The tokens above the floors
+    are divided by weight, so the total is exact.
 
     Args:
-        least: tokens below which no layer may fall, such as those that are pinned and some more.
+        least: least tokens of a layer, such as the pinned ones and some more.
 
     Raises:
         KVQuantError: ``tokens`` is not a multiple of ``unit``, or less than ``least``.
@@ -74,7 +79,7 @@ def layer_budgets(similar: np.ndarray, tokens: int, *, sharpness: float, unit: i
     units = np.full(len(similar), floor)
     share = weights / weights.sum() * (total - units.sum())
     units += share.astype(int)
-    # What rounding down left goes to the largest fractions.
+    # What rounding down left over goes to the largest fractions.
     rest = total - int(units.sum())
     units[np.argsort(-(share - share.astype(int)), kind="stable")[:rest]] += 1
     return tuple(int(n) * unit for n in units)

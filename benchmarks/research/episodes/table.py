@@ -1,4 +1,4 @@
-"""Gains kept, out of result files of the oracle, as the tables of docs/notes/episodes.md.
+"""Prints gains kept, from result files of the oracle, as the tables of docs/notes/episodes.md.
 
 python -m benchmarks.research.episodes.table benchmarks/results/episodes_*.json
 """
@@ -13,12 +13,12 @@ from typing import Any
 
 from sglang_kvq.sessions.config import ALIASES
 
-#: Below this difference between full cache and none, in nats per answer token, there is hardly a gain to keep.
+#: If the full cache gains less than this over none, in nats per answer token, there is too little gain to keep.
 LEAST_GAIN = 0.2
 
 
 def tables(result: dict[str, Any]) -> Iterator[str]:
-    """Markdown lines of one file: what the full cache gains, then every policy's share of it."""
+    """Yields Markdown lines of one file: the gain of the full cache, then every policy's share of it."""
     rows = result["rows"]
     exact = [row for row in rows if row["kv_quant"] == "none"]
     ends = {(row["dataset"], row["policy"]): row for row in exact if row["compression"] is None}

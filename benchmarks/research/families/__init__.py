@@ -1,1 +1,1 @@
-"""Families of KV-cache compression at equal memory: one small reference a method, in PyTorch."""
+"""Families of KV-cache compression at equal memory: one small PyTorch reference per method."""

@@ -3,9 +3,9 @@
     python -m benchmarks.research.families .models/SmolLM2-135M-Instruct --text HELD_OUT ... --calibration TEXT ...
     python -m benchmarks.research.families --report --out benchmarks/results/families.json
 
-On a GPU add ``--device cuda``; a model without rotations in the zoo takes ``--transform DIR --oscar DIR``, and 2K to 8K
-tokens with ``--length``. A run continues where an earlier one stopped: outcomes are kept in ``--work``, one line each.
-``--report`` summarizes those of all models there.
+On a GPU add ``--device cuda``. A model without rotations in the zoo needs ``--transform DIR --oscar DIR``. ``--length``
+takes 2K to 8K tokens. A run continues where an earlier one stopped: outcomes are kept in ``--work``, one per line.
+``--report`` summarizes the outcomes of all models there.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def tokens(tokenizer: Any, model: Any, path: Path) -> torch.Tensor:
 
 
 def calibrated(model: Any, tokenizer: Any, args: argparse.Namespace, name: str) -> Calibration:
-    """Reads one context of each calibration text, or takes what an earlier run read."""
+    """Reads one context of each calibration text, or loads them from an earlier run."""
     file = args.work / name / "calibration.pt"
     if file.exists():
         return Calibration(*torch.load(file, weights_only=False, map_location=model.device))

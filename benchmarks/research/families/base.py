@@ -1,6 +1,6 @@
-"""Interface of a family: the history of one layer goes in, what is stored of it comes out, with its size in bits.
+"""The interface of a family: it turns the history of one layer into what is stored of it, with its size in bits.
 
-History is what lies between the sink and the recent window. Both of these stay in BF16 for every method and are not
+History is all tokens between the sink and the recent window. Sink and window stay in BF16 for every method and are not
 counted, so a budget is the memory of one history token.
 """
 
@@ -24,7 +24,8 @@ class History:
     Attributes:
         k, v: float32 ``[kv_heads, n, D]``, rounded to BF16.
         positions: int64 ``[n]``.
-        mass: float32 ``[kv_heads, n]``: attention that all queries so far paid to a token, over a KV head's queries.
+        mass: float32 ``[kv_heads, n]``: attention that all queries so far paid to a token, summed over a KV head's
+            queries.
         observed: float32 ``[kv_heads, n]``: the same for the last ``OBSERVED`` queries alone.
     """
 
@@ -36,11 +37,11 @@ class History:
 
     @property
     def elements(self) -> int:
-        """Numbers in k and v together."""
+        """Number of elements in k and v together."""
         return 2 * self.k.numel()
 
 
-#: Queries before the end of a prompt from which SnapKV votes.
+#: Queries at the end of a prompt that vote in SnapKV.
 OBSERVED = 32
 
 
@@ -50,7 +51,7 @@ class Stored:
 
     Attributes:
         k, v: float32 ``[kv_heads, m, D]`` in the model's own basis.
-        bits: everything that the method stores for this layer.
+        bits: size of everything that the method stores for this layer.
         bias: float32 ``[kv_heads, m]``, added to scores; None adds nothing.
     """
 
@@ -67,13 +68,13 @@ class Method(Protocol):
 
 
 def kept_tokens(history: History, budget: float, extra: int = 0) -> int:
-    """Returns how many BF16 tokens of each head a budget pays for, with ``extra`` bits each."""
+    """Returns how many BF16 tokens per head a budget pays for, with ``extra`` bits each."""
     _, n, dim = history.k.shape
     return int(budget * 2 * dim * n / (2 * dim * NUMBER + extra))
 
 
 def keep(history: History, scores: torch.Tensor, budget: float, extra: int = 0) -> Stored:
-    """Keeps the tokens of highest score ``[kv_heads, n]`` in BF16, equally many of each head."""
+    """Keeps the tokens with the highest scores ``[kv_heads, n]`` in BF16, equally many per head."""
     heads, _, dim = history.k.shape
     count = kept_tokens(history, budget, extra)
     index = scores.topk(count, dim=-1).indices.sort(-1).values[..., None].expand(-1, -1, dim)
@@ -84,8 +85,8 @@ def keep(history: History, scores: torch.Tensor, budget: float, extra: int = 0) 
 def uniform(x: torch.Tensor, bits: int, dim: int, kept: torch.Tensor | None = None) -> torch.Tensor:
     """Rounds to 2^bits evenly spaced levels from the least to the largest along ``dim``; scales are FP16.
 
-    With one bit, min-max would put both levels on outliers, so they lie one mean deviation from the mean. ``kept`` says
-    which elements count; others are rounded too.
+    With one bit, min-max would put both levels on outliers, so the levels lie one mean deviation from the mean.
+    ``kept`` marks the elements that determine the levels; others are rounded too.
     """
     counts = torch.ones_like(x, dtype=torch.bool) if kept is None else kept
     if bits == 1:

@@ -1,7 +1,8 @@
-"""What is read and asked: running text with a needle, a JSON object of random keys, running text again.
+"""Builds contexts and questions: running text with a needle, a JSON object of random keys, running text again.
 
-A context is read and compressed once. Behind it stand, each on its own, the text's next tokens (divergence), a question
-for a key's value and one for the needle. The three parts lie in this order, so that all that is asked for is history.
+A context is read and compressed once. It is then continued separately with the text's next tokens (divergence), with a
+question for a key's value, and with a question for the needle. The order of the three parts ensures that everything
+asked for is history.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from benchmarks.research.families.base import RECENT, SINK
 from sglang_kvq.evaluation.tasks.haystacks import exact_keys
 from sglang_kvq.evaluation.tasks.needle import Needle
 
-#: Tokens of the text in which the needle lies, and of what stands between the parts.
+#: Tokens of the text that contains the needle, and tokens reserved between the parts.
 BEGINNING, BETWEEN = 240, 24
 Encode = Callable[[str], list[int]]
 Decode = Callable[[list[int]], str]
@@ -35,7 +36,7 @@ class Case:
 
     Attributes:
         name: unique for a model and a length.
-        ids: int64 ``[T]``, what is read.
+        ids: int64 ``[T]``, the tokens that are read.
         following: int64 ``[n]``, the text's next tokens.
         questions: by task.
     """
@@ -49,7 +50,7 @@ class Case:
 def draw(
     encode: Encode, decode: Decode, texts: Sequence[torch.Tensor], count: int, length: int, following: int
 ) -> Iterator[Case]:
-    """Generates cases; texts' ids int64 ``[n]`` take turns, each cut at even distances."""
+    """Generates cases, alternating between texts, ids int64 ``[n]``, each cut at even distances."""
     per_line = len(encode(exact_keys("families/sample", 20).text)) / 20
     pairs = int((length - RECENT - BEGINNING - BETWEEN) / per_line)
     if pairs < 2:

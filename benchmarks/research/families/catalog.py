@@ -1,4 +1,4 @@
-"""Which methods are judged at which budget, and with which settings."""
+"""The methods that are judged at each budget, with their settings."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from sglang_kvq.rotations.calibration.rope import turn_of
 from sglang_kvq.rotations.identity import geometry_of
 
 BUDGETS = (2.0, 2.5, 4.0)
-#: The widest setting of each served method within a budget, with heads of 64 and of 128 dims.
+#: The widest setting of each served method within a budget, for heads of 64 and of 128 dims.
 SERVED: dict[float, tuple[str, ...]] = {
     2.0: ("transform:2",),
     2.5: ("transform:2.5", "oscar:2", "turboquant:2", "kivi:2"),
@@ -30,7 +30,7 @@ SERVED: dict[float, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Entry:
-    """A method at a budget; ``choosing``: which tokens it keeps depends on the queries before it compresses."""
+    """A method at a budget. ``choosing``: which tokens it keeps depends on the queries before it compresses."""
 
     budget: float
     name: str
@@ -45,11 +45,11 @@ class Entry:
 
 @dataclass(frozen=True)
 class Calibration:
-    """What methods may learn from text that is not judged.
+    """Data that methods may learn from, taken from text that is not judged.
 
     Attributes:
         read: contexts of the calibration texts.
-        layers: layers of which settings are tried.
+        layers: layers on which settings are tried.
     """
 
     read: Sequence[Prefilled]
@@ -65,7 +65,7 @@ class Calibration:
         return [(layer, self.read[-1].history(layer)) for layer in self.layers]
 
     def bases(self, hf_config: Any) -> Bases:
-        """Second moments of keys before RoPE and of values, of all heads together."""
+        """Returns bases from second moments of keys before RoPE and of values, of all heads together."""
         layers, heads, dim = geometry_of(hf_config)
         turn, longest = turn_of(hf_config, dim), max(one.tokens for one in self.read)
         device = self.read[0].k.device
@@ -100,7 +100,7 @@ def catalog(
     budgets: Sequence[float],
     rotations: dict[str, str] | None = None,
 ) -> Iterator[Entry]:
-    """Generates all entries, BF16 first; ``rotations`` are folders of ``transform`` and ``oscar``, else the zoo's."""
+    """Generates all entries, BF16 first; ``rotations`` are folders for ``transform`` and ``oscar``, else the zoo's."""
     given = rotations or {}
     bases = calibration.bases(hf_config)
     sample = calibration.histories()[0][1]

@@ -1,10 +1,10 @@
-"""GEAR (Kang et al., arXiv 2403.05527): quantized codes, a low-rank matrix on top, and outliers apart.
+"""GEAR (Kang et al., arXiv 2403.05527): quantized codes, plus a low-rank matrix, plus separate outliers.
 
     S = outliers(X),  C = quantize(X - S),  L = rank-r approximation of X - S - C,  X ~ C + L + S
 
-Keys are quantized per channel and values per token, over ``group`` elements or all (the paper's KCVT). Of each such
+Keys are quantized per channel and values per token, over ``group`` elements or all (the paper's KCVT). In each such
 vector, the share ``outliers`` is stored exactly with indices: half largest, half smallest elements. L belongs to one
-head. Elements that S holds do not stretch the scale, which favours the method.
+head. Elements in S do not stretch the scale, which favors the method.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from benchmarks.research.families.base import INDEX, NUMBER, SCALE, History, Sto
 
 @dataclass(frozen=True)
 class Gear:
-    """One setting: ``width`` bits a code, ``rank`` of L, the share of outliers, and elements to a scale (0: all)."""
+    """One setting: ``width`` bits per code, ``rank`` of L, the share of outliers, and elements per scale (0: all)."""
 
     width: int
     rank: int
@@ -36,7 +36,7 @@ class Gear:
         return Stored(k, v.transpose(1, 2), k_bits + v_bits + low_k + low_v)
 
     def _codes(self, x: torch.Tensor) -> tuple[tuple[torch.Tensor, torch.Tensor], float]:
-        """Quantizes ``[m, a, b]`` with scales along a: codes' values, a mask of outliers, and bits."""
+        """Quantizes ``[m, a, b]`` with scales along a: returns codes' values, a mask of outliers, and bits."""
         each = int(x.shape[1] * self.outliers / 2)
         apart = torch.zeros_like(x, dtype=torch.bool)
         if each:
@@ -50,7 +50,7 @@ class Gear:
         )
 
     def _with_low_rank(self, x: torch.Tensor, codes: torch.Tensor, apart: torch.Tensor) -> tuple[torch.Tensor, float]:
-        """Adds L to what is read of ``[heads, a, b]``; returns that, and L's bits."""
+        """Adds L to the values read of ``[heads, a, b]``; returns the sum, and L's bits."""
         left = torch.where(apart, 0.0, x - codes)
         u, s, vh = torch.linalg.svd(left, full_matrices=False)
         low = (u[..., : self.rank] * s[:, None, : self.rank]).half().float() @ vh[:, : self.rank].half().float()

@@ -1,8 +1,8 @@
 """H2O, heavy hitters (Zhang et al., "H2O: Heavy-Hitter Oracle", arXiv 2306.14048): eviction by accumulated attention.
 
-A token's score is the attention that all queries so far paid to it. The tokens of highest score are kept in BF16, as
-the recent ones are. Scores decide later evictions too, so each kept token stores its own. Query heads that share a KV
-head add up.
+A token's score is the attention that all queries so far paid to it. The tokens with the highest scores are kept in
+BF16, like the recent ones. Later evictions also depend on scores, so each kept token stores its score. Query heads that
+share a KV head are summed.
 """
 
 from __future__ import annotations

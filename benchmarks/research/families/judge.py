@@ -1,4 +1,4 @@
-"""Outcomes of one method on one case, and the rows of all."""
+"""Computes outcomes of one method on one case, and the rows of all outcomes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from benchmarks.research.families.cases import Case, Question
 from benchmarks.research.families.model import Cache, Prefilled, continue_behind, prefill, store
 from sglang_kvq.evaluation.tasks.statistics import clustered, mean_and_error
 
-#: A question that stands in the prompt when the cache is compressed, so that a choice of tokens may depend on it.
+#: Suffix for questions that are in the prompt when the cache is compressed, so that the choice of tokens may depend on
+#: them.
 ASKED = "_asked"
 
 
@@ -65,10 +66,10 @@ class Judge:
 
 
 def rows(outcomes: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Summarizes outcomes ``{model, budget, method, setting, case, bits, ...}``: one row a model, method and task.
+    """Summarizes outcomes ``{model, budget, method, setting, case, bits, ...}``: one row per model, method and task.
 
-    ``score`` is KL in nats a token, or the share of answers copied to the last token. An answer is copied if each
-    of its tokens is the likeliest one behind the right tokens before it, which is what greedy decoding writes.
+    ``score`` is KL in nats per token, or the share of answers that are copied completely. An answer is copied if each
+    of its tokens is the likeliest one after the right tokens before it, as greedy decoding would write it.
     """
     groups: dict[tuple[str, float, str], list[dict[str, Any]]] = defaultdict(list)
     for one in outcomes:

@@ -1,13 +1,13 @@
-"""KVMerger (Wang et al., "Model Tells You Where to Merge", arXiv 2407.08454): neighbours with similar keys are merged.
+"""KVMerger (Wang et al., "Model Tells You Where to Merge", arXiv 2407.08454): merges neighbors with similar keys.
 
-Consecutive tokens form a set while the cosine of neighbouring keys exceeds a threshold. The paper fixes the threshold;
-here each head takes the one that leaves as many sets as the budget pays for. In a set, the token with the most
-accumulated attention is the pivot p. With d_i = |k_p - k_i| and the set's mean of d_i^2 for sigma^2,
+Consecutive tokens form a set while the cosine of neighboring keys exceeds a threshold. The paper fixes the threshold;
+here each head uses the threshold that leaves as many sets as the budget pays for. In a set, the token with the most
+accumulated attention is the pivot p. With d_i = |k_p - k_i| and sigma^2 the set's mean of d_i^2,
 
     g_i = exp(-d_i^2 / (2 sigma^2)),  w_i = g_i / sum g,  k = sum w_i k_i,  v = sum w_i v_i
 
-``counted`` adds log |set| to a merged token's score, as if all of its tokens still attended: not in the paper, and
-another stored number.
+``counted`` adds log |set| to a merged token's score, as if all of its tokens still attended. This is not in the paper,
+and needs another stored number.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from benchmarks.research.families.base import NUMBER, History, Stored, kept_toke
 
 @dataclass(frozen=True)
 class KVMerger:
-    """Merging down to ``budget`` bits per element of the history."""
+    """Merges down to ``budget`` bits per element of the history."""
 
     budget: float
     counted: bool = False
@@ -41,7 +41,7 @@ class KVMerger:
 def merging_sets(k: torch.Tensor, count: int) -> torch.Tensor:
     """Numbers the sets of keys ``[heads, n, D]``: int64 ``[heads, n]``, ascending from 0 to ``count`` - 1.
 
-    The ``count`` - 1 least similar pairs of neighbours are apart.
+    Sets are divided at the ``count`` - 1 least similar pairs of neighbors.
     """
     similarity = torch.nn.functional.cosine_similarity(k[:, 1:], k[:, :-1], dim=-1)
     borders = torch.zeros(k.shape[:2], dtype=torch.int64)

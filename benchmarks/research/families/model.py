@@ -1,4 +1,4 @@
-"""A model that reads a prompt exactly, stores part of it by a method, and continues behind it."""
+"""A model that reads a prompt exactly, stores part of it with a method, and continues after it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BLOCK = 256
 
 @dataclass(frozen=True)
 class Prefilled:
-    """Exact keys and values of what was read, and the attention paid to them.
+    """Exact keys and values of tokens that were read, and the attention paid to them.
 
     Attributes:
         k, v: BF16 ``[layers, kv_heads, T, D]``, keys after RoPE.
@@ -37,7 +37,7 @@ class Prefilled:
 
     @property
     def history_end(self) -> int:
-        """Where the recent window begins, at a page's border."""
+        """Position where the recent window begins, at a page's border."""
         return max((self.tokens - RECENT) // PAGE_SIZE * PAGE_SIZE, SINK)
 
     def history(self, layer: int) -> History:
@@ -50,7 +50,7 @@ class Prefilled:
 
 @torch.inference_mode()
 def prefill(model: Any, ids: torch.Tensor, before: Prefilled | None = None) -> Prefilled:
-    """Reads ids int64 ``[n]``, behind what was read before, with nothing compressed; rounds keys and values to BF16."""
+    """Reads ids int64 ``[n]``, after earlier tokens if given, uncompressed; rounds keys and values to BF16."""
     first = before.tokens if before else 0
     found: list[tuple[torch.Tensor, ...]] = []
 
@@ -85,7 +85,7 @@ def prefill(model: Any, ids: torch.Tensor, before: Prefilled | None = None) -> P
 
 @dataclass(frozen=True)
 class Cache:
-    """What a layer's new tokens read: keys and values float32 ``[kv_heads, n, D]``, and what is added to scores."""
+    """Cache of a layer that new tokens read: keys and values float32 ``[kv_heads, n, D]``, and a bias for scores."""
 
     k: torch.Tensor
     v: torch.Tensor
@@ -114,7 +114,7 @@ def store(prefilled: Prefilled, method: Method | None) -> tuple[list[Cache], flo
 
 @torch.inference_mode()
 def continue_behind(model: Any, ids: torch.Tensor, first: int, caches: Sequence[Cache], keep: int) -> torch.Tensor:
-    """Reads ids int64 ``[n]`` from position ``first`` on; returns log-probabilities ``[keep, vocab]`` at the last."""
+    """Reads ids int64 ``[n]`` from position ``first`` on; returns the last log-probabilities ``[keep, vocab]``."""
 
     def hook(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
         cache, (heads, n, dim) = caches[layer], k.shape

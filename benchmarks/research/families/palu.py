@@ -1,13 +1,13 @@
 """Palu (Chang et al., "Palu: KV-Cache Compression with Low-Rank Projection", arXiv 2407.21118): low rank, then codes.
 
 Palu factors the projections of keys and values and caches the narrow product. With its whitening by the inputs, the
-best factors of given rank project the outputs onto their principal directions. So the moments of keys before RoPE and
-of values, all heads of a layer together, are enough. Ranks go where they remove most of each matrix's energy (the paper
-weighs by Fisher information). A fixed rotation evens out the narrow vectors (the paper's Hadamard matrix). Each is
-quantized per token with one scale and offset, or stays in 16 bits.
+best factors of a given rank project the outputs onto their principal directions. The moments of keys before RoPE and of
+values, of all heads of a layer together, are therefore sufficient. Ranks go where they remove most of each matrix's
+energy (the paper weighs by Fisher information). A fixed rotation evens out the narrow vectors (the paper's Hadamard
+matrix). Each vector is quantized per token with one scale and offset, or stays in 16 bits.
 
 In ``transform`` this is a preset: channels in order of energy, equal widths for the first and 0 bits for the others
-(``served.PRESETS``). ``transform`` adds a basis that weighs keys by the queries that read them, widths that differ, and
+(``served.PRESETS``). ``transform`` adds a basis that weighs keys by the queries that read them, different widths, and
 one gain in place of scale and offset.
 """
 
@@ -19,7 +19,7 @@ import torch
 
 from benchmarks.research.families.base import NUMBER, SCALE, History, Stored, uniform
 
-#: Widths in the order of preference of a search; 16 is no quantization.
+#: Widths in the order in which a search prefers them; 16 means no quantization.
 WIDTHS = (2, 3, 4, 6, 16)
 
 
@@ -30,7 +30,7 @@ class Bases:
     Attributes:
         k, v: float32 ``[layers, H D, H D]``, columns by falling energy.
         k_energies, v_energies: float64 ``[layers, H D]``, relative to their layer's sum.
-        turns: float32 ``[positions, D, D]``: keys before RoPE times this are keys at that position.
+        turns: float32 ``[positions, D, D]``; multiplying keys before RoPE by a matrix gives the keys at its position.
     """
 
     k: torch.Tensor
@@ -49,7 +49,7 @@ class Bases:
         return cls(found[0], found[2], found[1], found[3], turns)
 
     def ranks(self, share: float) -> torch.Tensor:
-        """Divides a share of all dimensions: int64 ``[2, layers]``, of keys and values; at least one each."""
+        """Divides a share of all dimensions: int64 ``[2, layers]``, for keys and values; at least one each."""
         energies = torch.stack([self.k_energies, self.v_energies])
         taken = torch.zeros(energies.numel(), dtype=torch.int64, device=energies.device)
         taken[energies.flatten().topk(int(share * energies.numel())).indices] = 1
@@ -63,7 +63,7 @@ def before_rope(k: torch.Tensor, positions: torch.Tensor, turns: torch.Tensor) -
 
 @dataclass(frozen=True)
 class Palu:
-    """A share of all dimensions, in ``width`` bits each (16: none quantized)."""
+    """A share of all dimensions, in ``width`` bits each (16: not quantized)."""
 
     bases: Bases
     share: float
@@ -87,7 +87,7 @@ class Palu:
 
 
 def _rotation(size: int) -> torch.Tensor:
-    """Returns the same random orthogonal matrix for a size, float32."""
+    """Returns a random orthogonal matrix, float32, which is the same for the same size."""
     drawn = torch.randn(size, size, generator=torch.Generator().manual_seed(size), device="cpu")
     return torch.linalg.qr(drawn)[0].to(torch.get_default_device())
 

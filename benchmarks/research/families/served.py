@@ -1,4 +1,4 @@
-"""The product's own methods, through their records and back into the model's basis."""
+"""Passes tokens through the records of the product's own methods and back to the model's basis."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from sglang_kvq.rotations.resolve import resolve_formats, resolve_rotations, rot
 
 @dataclass(frozen=True)
 class Served:
-    """Pages of each layer's format, in the rotated basis."""
+    """A method with pages of each layer's format, in the rotated basis."""
 
     rotations: LayerRotations
     formats: Sequence[RecordFormat]
@@ -38,14 +38,14 @@ class Served:
 
 
 def to_stored(r: LayerRotations, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Brings keys and values ``[kv_heads, n, D]`` into the basis in which they are stored."""
+    """Converts keys and values ``[kv_heads, n, D]`` to the basis in which they are stored."""
     k = k if r.k is None else k @ r.k[layer]
     v = v if r.v is None else v @ r.v[layer]
     return k if r.k_mean is None else k - r.k_mean[layer][:, None], v
 
 
 def to_model(r: LayerRotations, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Inverts ``to_stored``: scores q kᵀ are (q Q)(k K)ᵀ, so K's inverse is Qᵀ; K itself where it is orthogonal."""
+    """Inverts ``to_stored``. Scores q kᵀ are (q Q)(k K)ᵀ, so K's inverse is Qᵀ; if K is orthogonal, Q is K."""
     k = k if r.k_mean is None else k + r.k_mean[layer][:, None]
     of_k = r.k if r.queries is None else r.queries
     of_v = r.v if r.outputs is None else r.outputs
@@ -82,7 +82,7 @@ PRESETS: dict[float, tuple[Widths, Widths]] = {
 
 
 def preset(budget: float, model_path: str, hf_config: Any, folder: str | None = None) -> Served:
-    """Resolves ``PRESETS`` on the rotations of ``transform``."""
+    """Resolves ``PRESETS`` with the rotations of ``transform``."""
     config = KVQuantConfig("transform", **({"rotations": folder} if folder else {}))
     rotations = resolve_rotations(config, model_path, hf_config)
     layers, heads, dim = geometry_of(hf_config)

@@ -1,8 +1,8 @@
 """SnapKV (Li et al., "SnapKV: LLM Knows What You are Looking for", arXiv 2404.14469): eviction by the prompt's end.
 
-The last queries of a prompt, its observation window, vote: a token's score is the attention they pay to it. The largest
-score of a token's neighbourhood counts (pooling), so that whole phrases survive. Nothing else is stored. Queries that
-share a KV head vote together.
+The last queries of a prompt, its observation window, vote: a token's score is the attention that they pay to it. The
+largest score in a token's neighborhood counts (pooling), so that whole phrases survive. Nothing else is stored. Queries
+that share a KV head vote together.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from benchmarks.research.families.base import History, Stored, keep
 
 @dataclass(frozen=True)
 class SnapKV:
-    """The observation window's choice within ``budget`` bits per element; ``kernel``, an odd number, are pooled."""
+    """The observation window's choice within ``budget`` bits per element, pooled over ``kernel`` (odd) tokens."""
 
     budget: float
     kernel: int = 7

@@ -1,1 +1,1 @@
-"""What lies below scalar quantization: trellises, a lattice, widths per channel, prediction and a second gain."""
+"""Codes that may beat scalar quantization: trellises, a lattice, widths per channel, prediction and a second gain."""

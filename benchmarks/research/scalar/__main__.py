@@ -1,11 +1,12 @@
-"""Measures what codes below scalar quantization gain in bits, on a model, with the calibrations of ``transform``.
+"""Measures the bits that codes beyond scalar quantization save on a model, with the calibrations of ``transform``.
 
     python -m benchmarks.research.scalar .models/SmolLM2-135M-Instruct --work families-work --cases 4
     python -m benchmarks.research.scalar --report --work families-work --out benchmarks/results/below_scalar.json
 
-Contexts and calibration are those that ``benchmarks.research.families`` read into the folder ``--work``, run first. The
-model runs on the CPU. ``error`` is the squared error as the calibration weighs it. Bits gained are those at which the
-product's codes, between the measured budgets, would err, or diverge, as much, minus those that are used.
+Run ``benchmarks.research.families`` first: contexts and calibration are those that it stores in the folder ``--work``.
+The model runs on the CPU. ``error`` is the squared error as the calibration weighs it. To find the bits gained, the
+product's codes are interpolated between the measured budgets to the same error or divergence; the gain is their bits
+minus the bits used.
 """
 
 from __future__ import annotations
@@ -49,11 +50,11 @@ from sglang_kvq.rotations.calibration.hf_model import embedding_rows, load_confi
 from sglang_kvq.rotations.calibration.rope import turn_of
 from sglang_kvq.rotations.resolve import coding_parts
 
-#: Budgets of the product's own codes, between which others are placed, and those of the others.
+#: Budgets of the product's own codes, between which other codes are placed, and budgets of those other codes.
 CURVE, TRIED = (1.6, 2.0, 2.25, 2.5, 3.0), (2.0, 2.5)
-#: Budgets at which the calibration foresees errors, of the product's codes and of finer widths.
+#: Budgets at which the calibration predicts errors, of the product's codes and of finer widths.
 FORESEEN_CURVE, FORESEEN = (1.25, 1.4, 1.6, 1.8, 2.0, 2.25, 2.5, 2.75, 3.0, 3.5, 4.0), (1.6, 2.0, 2.5, 3.0)
-#: Bits of a trellis's window, and rows that tables are trained on.
+#: Bits of a trellis's window, and rows on which tables are trained.
 MEMORY, TRAINED = 8, 512
 
 
@@ -71,7 +72,7 @@ def samples(rotations: Rotations, calibration: Calibration, bits: float) -> torc
 
 
 def variants(rotations: Rotations, coders: dict[str, Coder], bits: float) -> dict[str, Coding]:
-    """Codes at a budget, by name."""
+    """Returns codes at a budget, by name."""
     whole = rotations.whole()
     planes, channels = plane_widths(rotations, bits), channel_widths(rotations, bits, per_head=False)
     heads = channel_widths(rotations, bits, per_head=True)
@@ -89,11 +90,11 @@ def variants(rotations: Rotations, coders: dict[str, Coder], bits: float) -> dic
 
 
 def predicted(rotations: Rotations, calibration: Calibration, turns: torch.Tensor, bits: float) -> dict[str, Method]:
-    """Values with and without prediction from keys; widths of each channel and head in both."""
+    """Returns codes with and without prediction of values from keys; both have widths per channel and head."""
     layers = len(rotations.k)
     texts = [[one.history(layer) for layer in range(layers)] for one in calibration.read]
     k_widths, _ = channel_widths(rotations, bits, per_head=True)
-    share = 2 * bits - (float(k_widths.double().mean()) + 8 / k_widths.shape[-1])  # what keys leave of both
+    share = 2 * bits - (float(k_widths.double().mean()) + 8 / k_widths.shape[-1])  # bits that keys leave for values
     importance = coding_parts(rotations)[1][1]
     found: dict[str, Method] = {}
     for name, predicts in (("refitted", False), ("predicted", True)):
@@ -104,7 +105,7 @@ def predicted(rotations: Rotations, calibration: Calibration, turns: torch.Tenso
 
 
 def foreseen_gains(rotations: Rotations) -> list[dict[str, Any]]:
-    """Returns what finer widths gain by the calibration's energies: by how many a row has, of each head or not."""
+    """Returns the predicted gain of finer widths, by the number of widths in a row, per head or not."""
     curve = []
     for bits in FORESEEN_CURVE:
         widths = plane_widths(rotations, bits)
@@ -212,7 +213,7 @@ def run(args: argparse.Namespace) -> None:
         families.say(f"{name}: errors of case {case.name}")
         if args.errors:
             continue
-        # Uniform codes are what is served, but for rounding.
+        # Uniform codes equal the served ones, except for rounding.
         left = {key: one for key, one in methods.items() if (case.name, *key, "outcome") not in done}
         left = {key: one for key, one in left.items() if key[0] != "uniform"}
         if left:
@@ -224,7 +225,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def every(history: History, step: int) -> History:
-    """Returns each ``step``-th token of a history."""
+    """Returns every ``step``-th token of a history."""
     k, v, mass, observed = (x[:, ::step] for x in (history.k, history.v, history.mass, history.observed))
     return History(k, v, history.positions[::step], mass, observed)
 
@@ -270,7 +271,7 @@ def bits_at(curve: Sequence[tuple[float, float]], value: float) -> float:
 
 def gained(outcomes: Sequence[dict[str, Any]], variant: str, budget: float, base: str,
            measure: Callable[[dict[str, Any]], tuple[float, float]]) -> tuple[float, float | None]:  # fmt: skip
-    """Returns the bits that a variant gains over a curve, and the error that leaving out each context shows."""
+    """Returns the bits that a variant gains over a curve, and the error from leaving out each context."""
     cases = sorted({one["case"] for one in outcomes if (one["variant"], one["budget"]) == (variant, budget)})
 
     def over(chosen: Sequence[str]) -> float:
@@ -300,7 +301,7 @@ MEASURES: dict[str, tuple[str, str, Callable[[dict[str, Any]], tuple[float, floa
 
 
 def report(work: Path, out: Path) -> None:
-    """Writes one row a model, variant, budget and measure."""
+    """Writes one row per model, variant, budget and measure."""
     found: list[dict[str, Any]] = []
     lines = [one for log in sorted(work.glob("*.scalar")) for one in families.read(log)]
     groups: dict[str, list[dict[str, Any]]] = defaultdict(list)

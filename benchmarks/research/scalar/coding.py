@@ -1,7 +1,7 @@
-"""Rows in the whitened basis of ``transform``, coded with any widths by any coder, at equal bits.
+"""Codes rows in the whitened basis of ``transform``, with any widths and any coder, at equal bits.
 
-A channel of these rows has variance 1; ``energies`` say what an error in it costs. Widths are of each channel, so
-quarters of a row are a special case. A coder gets rows ``[n, D]`` and widths ``[D]`` and returns what is read.
+A channel of these rows has variance 1; ``energies`` give the cost of an error in it. Each channel has a width, so
+quarters of a row are a special case. A coder gets rows ``[n, D]`` and widths ``[D]`` and returns the rows as read.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Coding:
         return n * (of_widths + 2 * heads * self.gains * GAIN_BITS)
 
     def read(self, layer: int, history: History) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Returns whitened rows ``[kv_heads, n, D]`` and what is read of them, of keys and of values."""
+        """Returns whitened rows ``[kv_heads, n, D]`` and the rows as read, for keys and for values."""
         stored = to_stored(self.rotations, layer, history.k, history.v)
         return [
             (x, code_heads(self.code, x.bfloat16().float(), widths[layer]))
@@ -58,7 +58,7 @@ class Coding:
 
 
 def code_heads(code: Coder, x: torch.Tensor, widths: torch.Tensor) -> torch.Tensor:
-    """Codes rows ``[kv_heads, n, D]`` with widths ``[kv_heads, D]``; heads of equal widths together."""
+    """Codes rows ``[kv_heads, n, D]`` with widths ``[kv_heads, D]``; heads with equal widths are coded together."""
     if (widths == widths[:1]).all():
         return code(x.flatten(0, 1), widths[0]).view_as(x)
     return torch.stack([code(rows, of) for rows, of in zip(x, widths)])
@@ -73,7 +73,7 @@ def transform_of(model_path: str, hf_config: Any, folder: str | None = None) -> 
 
 
 def plane_widths(rotations: Rotations, bits: float, gains: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the widths that the product chooses at ``bits`` per element, if a row had ``gains`` gains."""
+    """Returns the widths that the product would choose at ``bits`` per element if a row had ``gains`` gains."""
     layers, heads, dim = rotations.k.shape[:3]
     formats = plane_formats(rotations, bits - (gains - 1) * GAIN_BITS / dim)
     found = []
@@ -86,10 +86,10 @@ def plane_widths(rotations: Rotations, bits: float, gains: int = 1) -> tuple[tor
 def channel_widths(
     rotations: Rotations, bits: float, *, per_head: bool, group: int = 1, gains: int = 1
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns widths of least foreseen error at ``bits`` per element, over keys, values and layers.
+    """Returns widths of least predicted error at ``bits`` per element, over keys, values and layers.
 
-    Each further bit saves less error, so the bits that save most are the best ones. ``group`` neighbouring channels
-    have the same width. Without ``per_head`` all heads of a layer have the same widths.
+    Each further bit saves less error, so taking the bits that save most is optimal. ``group`` neighboring channels have
+    the same width. Without ``per_head`` all heads of a layer have the same widths.
     """
     heads, dim = rotations.k.shape[1:3]
     weights = torch.stack([x.double() * importance[:, None, None] for x, importance in coding_parts(rotations)])
@@ -112,8 +112,8 @@ def weighted_errors(
 ) -> tuple[list[torch.Tensor], float]:
     """Returns squared errors of keys' and of values' channels, float64 ``[kv_heads, D]`` each, and bits.
 
-    Their unit is that of ``foreseen``: importance times energy. As in calibration, a token counts by what an error
-    there changes in attention's output: by the square of the attention paid to it, on average 1.
+    Their unit is that of ``foreseen``: importance times energy. As in calibration, a token's weight is the effect of an
+    error in it on attention's output: the square of the attention paid to it, on average 1.
     """
     whole, found = rotations.whole(), method(layer, history)
     weights = history.mass.double().square()
@@ -127,7 +127,7 @@ def weighted_errors(
 
 
 def foreseen(rotations: Rotations, widths: tuple[torch.Tensor, torch.Tensor]) -> float:
-    """Returns the error that the calibration foresees of the best uniform quantizer: importance times energy."""
+    """Returns the error that the calibration predicts for the best uniform quantizer: importance times energy."""
     table = torch.tensor(DISTORTION, dtype=torch.float64)
     parts = zip(coding_parts(rotations), widths)
     return sum(float((energies * importance[:, None, None] * table[w]).sum()) for (energies, importance), w in parts)

@@ -1,9 +1,9 @@
-"""A code of eight values: points of the lattice E8 in a ball, as many as the bits can name.
+"""A code for eight values: points of the lattice E8 in a ball, as many as the bits can name.
 
-With w bits a value there are 2^(8 w) names. E8 has 1, 240, 2160, ... points of squared length 0, 2, 4, ...; at 2 m they
-are 240 times the sum of the cubes of m's divisors (Conway and Sloane, *Sphere Packings, Lattices and Groups*, chapter
-4). QuIP# (arXiv 2402.04396) uses such a code of 2 bits for weights. How a point gets its name is left open, which
-favours it.
+With w bits per value there are 2^(8 w) names. E8 has 1, 240, 2160, ... points of squared length 0, 2, 4, ...; at 2 m
+there are 240 times the sum of the cubes of m's divisors (Conway and Sloane, *Sphere Packings, Lattices and Groups*,
+chapter 4). QuIP# (arXiv 2402.04396) uses such a code of 2 bits for weights. The assignment of names to points is left
+open, which favors the code.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ DIM = 8
 
 @cache
 def largest_norm(width: int) -> int:
-    """Returns the largest squared length at which all of E8's points within have names of ``width`` bits a value."""
+    """Returns the largest squared length up to which all of E8's points have names of ``width`` bits per value."""
     names, points, m = 1 << (DIM * width), 1, 0
     while True:
         m += 1
@@ -37,7 +37,7 @@ def nearest(x: torch.Tensor) -> torch.Tensor:
 
 
 def _nearest_even(x: torch.Tensor) -> torch.Tensor:
-    """Returns the nearest integers with an even sum: where the sum is odd, the worst rounding goes the other way."""
+    """Returns the nearest integers with an even sum: if the sum is odd, the worst rounding goes the other way."""
     rounded = x.round()
     left = x - rounded
     worst = left.abs().argmax(-1, keepdim=True)
@@ -47,7 +47,7 @@ def _nearest_even(x: torch.Tensor) -> torch.Tensor:
 
 
 def in_ball(x: torch.Tensor, norm: int, tries: int = 40) -> torch.Tensor:
-    """Returns points of E8 of squared length up to ``norm``: the nearest, else that of a shorter vector."""
+    """Returns points of E8 of squared length up to ``norm``: the nearest, or else the nearest to a shortened vector."""
     length = x.square().sum(-1, keepdim=True).sqrt()
     inside = x * (norm**0.5 / length.clamp(min=1e-9)).clamp(max=1.0)
     found = nearest(inside)
@@ -62,7 +62,7 @@ def in_ball(x: torch.Tensor, norm: int, tries: int = 40) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Lattice:
-    """A coder of rows; groups of eight neighbouring channels have equal widths. ``scales`` by width."""
+    """A coder of rows; groups of eight neighboring channels have equal widths. ``scales`` are by width."""
 
     scales: dict[int, float] = field(default_factory=dict)
 

@@ -3,7 +3,7 @@
     python -m benchmarks.research.scalar.loops --out benchmarks/results/below_scalar_loops.json
 
 A program of one warp decodes 64 rows of 128 values of 2 bits and adds their products with a query. Variants differ only
-in how a value comes from its bits:
+in how they compute a value from its bits:
 
     scalar    one AND for two codes, as subnormal FP16 numbers (docs/notes/kernels.md)
     table     the last 8 bits are an index into 256 FP16 numbers (a trellis)
@@ -32,7 +32,7 @@ from benchmarks import record
 TARGET = GPUTarget("cuda", 90, 32)
 ROWS, VALUES, WORDS = 64, 128, 8
 VARIANTS = ("scalar", "table", "pairs", "computed")
-#: Words of shared memory that a table takes, and look-ups for one value.
+#: Words of shared memory that a table takes, and look-ups per value.
 TABLE_WORDS, LOOK_UPS = {"table": 128, "pairs": 1024}, {"table": 1.0, "pairs": 0.5}
 #: Values that a lane decodes.
 PER_LANE = ROWS * VALUES // 32
@@ -40,7 +40,7 @@ PER_LANE = ROWS * VALUES // 32
 
 @triton.jit
 def _window(word, before, END: tl.constexpr, BITS: tl.constexpr):
-    """The ``BITS`` bits up to ``END`` of a word, lowest first; early ones begin in the word before."""
+    """Returns the ``BITS`` bits of a word up to ``END``, lowest first; early windows begin in the word before."""
     if END >= BITS:
         found = word >> (END - BITS)
     else:
@@ -50,7 +50,7 @@ def _window(word, before, END: tl.constexpr, BITS: tl.constexpr):
 
 @triton.jit
 def _halves(pair):
-    """The two FP16 numbers in a word."""
+    """Returns the two FP16 numbers in a word."""
     return (pair & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True), (pair >> 16).to(tl.int16).to(
         tl.float16, bitcast=True
     )
@@ -58,7 +58,7 @@ def _halves(pair):
 
 @triton.jit
 def _computed(window):
-    """A number of nearly normal distribution from 16 bits (QTIP, arXiv 2406.11235)."""
+    """Returns a nearly normally distributed number from 16 bits (QTIP, arXiv 2406.11235)."""
     a, b = _halves(((window * 89226354 + 64248484) & 0x8FFF8FFF) ^ 0x3B603B60)
     return a + b
 
@@ -90,7 +90,7 @@ def decode(codes, query, table, out, VARIANT: tl.constexpr, ROWS: tl.constexpr, 
 
 
 def counted(variant: str) -> dict[str, Any]:
-    """Compiles one variant; returns its instructions, all and by kind, and registers."""
+    """Compiles one variant; returns its instructions, in total and by kind, and registers."""
     signature = {"codes": "*i32", "query": "*fp16", "table": "*i16", "out": "*fp32"}
     constants = {"VARIANT": variant, "ROWS": ROWS, "WORDS": WORDS}
     source = ASTSource(
@@ -112,9 +112,9 @@ def counted(variant: str) -> dict[str, Any]:
 
 
 def conflicts(words: int, draws: int = 4000) -> float:
-    """Returns the cycles that a warp's look-ups in a table of so many words of shared memory take on average.
+    """Returns the average cycles of a warp's look-ups in a table of ``words`` words of shared memory.
 
-    Lanes draw words at random; a bank gives one word a cycle, to all lanes that want it.
+    Lanes draw words at random; a bank delivers one word per cycle, to all lanes that want it.
     """
     wanted = torch.randint(words, (draws, 32), generator=torch.Generator().manual_seed(0))
     wanted = torch.zeros(draws, -(-words // 32) * 32).scatter_(1, wanted, 1.0)
@@ -122,7 +122,7 @@ def conflicts(words: int, draws: int = 4000) -> float:
 
 
 def main() -> None:
-    """Prints and writes what each variant adds to the scalar code, for one value."""
+    """Prints and writes what each variant adds to the scalar code, per value."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()

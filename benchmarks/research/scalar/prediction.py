@@ -1,8 +1,8 @@
-"""Values predicted from the same token's keys, in one layer, before they are coded.
+"""Predicts values from the same token's keys, in one layer, before they are coded.
 
-The decoder has a token's keys, as they were stored, and undoes their RoPE. A linear map of all heads' keys, fitted to
-the calibration texts, predicts the values in the coordinates in which every error costs the same. What is left is coded
-in a basis of its own. ``predicts=False`` fits the same basis without the prediction, which is what it is compared with.
+The decoder has a token's keys as they were stored, and undoes their RoPE. A linear map of all heads' keys, fitted to
+the calibration texts, predicts the values in coordinates in which every error costs the same. The residual is coded in
+its own basis. ``predicts=False`` fits the same kind of basis without prediction, for comparison.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ RIDGE = 1e-3
 
 @dataclass(frozen=True)
 class Predictor:
-    """Of every layer: the map, and the basis and energies of what it leaves.
+    """For every layer: the map, and the basis and energies of its residual.
 
     Attributes:
         maps: float32 ``[layers, kv_heads * D + 1, kv_heads * D]``, from keys and 1 to values in units of their cost.
         bases: float32 ``[layers, kv_heads, D, D]``, orthogonal.
-        energies: float64 ``[layers, kv_heads, D]``, of what is left, falling.
-        roots: float32 ``[layers, kv_heads, D]``: whitened values times this are in units of their cost.
+        energies: float64 ``[layers, kv_heads, D]``, of the residual, falling.
+        roots: float32 ``[layers, kv_heads, D]``; whitened values times these are in units of their cost.
         turns: as in ``palu.Bases``.
     """
 
@@ -46,7 +46,7 @@ class Predictor:
     def fitted(
         cls, rotations: Rotations, texts: Sequence[Sequence[History]], turns: torch.Tensor, *, predicts: bool
     ) -> Predictor:
-        """Fits to texts, each the history of every layer."""
+        """Fits a predictor to texts, each the history of every layer."""
         worker = rotations.whole()
         assert rotations.v_energies is not None
         layers, heads, dim = rotations.v_energies.shape
@@ -68,7 +68,7 @@ class Predictor:
         return cls(maps, bases, energies, roots, turns)
 
     def whiten(self, layer: int, keys: torch.Tensor, positions: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Returns what the prediction leaves of stored values ``[kv_heads, n, D]``, of variance 1."""
+        """Returns the residual of stored values ``[kv_heads, n, D]`` after prediction, scaled to variance 1."""
         left = v * self.roots[layer][:, None] - self._predicted(layer, keys, positions)
         return left @ self.bases[layer] / self.energies[layer].sqrt().float()[:, None]
 
@@ -84,12 +84,12 @@ class Predictor:
 
 
 def _joint(x: torch.Tensor) -> torch.Tensor:
-    """``[heads, n, D]`` as ``[n, heads * D]``."""
+    """Reshapes ``[heads, n, D]`` to ``[n, heads * D]``."""
     return x.transpose(0, 1).flatten(1)
 
 
 def value_widths(energies: torch.Tensor, importance: torch.Tensor, bits: float, gains: int = 1) -> torch.Tensor:
-    """Returns widths int64 ``[layers, heads, D]`` of least foreseen error, each channel's own, at ``bits``."""
+    """Returns widths int64 ``[layers, heads, D]`` of least predicted error, one per channel, at ``bits``."""
     weights = energies * importance[:, None, None]
     gain = weights[..., None] * -torch.tensor(DISTORTION, dtype=torch.float64).diff()
     count = int((bits - gains * GAIN_BITS / energies.shape[-1]) * energies.numel())
@@ -100,7 +100,7 @@ def value_widths(energies: torch.Tensor, importance: torch.Tensor, bits: float, 
 
 @dataclass(frozen=True)
 class Predicted:
-    """A ``Method``: keys as in ``coding.Coding``, values by a predictor."""
+    """A ``Method`` that codes keys as ``coding.Coding`` does, and values with a predictor."""
 
     rotations: LayerRotations
     predictor: Predictor

@@ -1,9 +1,10 @@
 """Trellis-coded quantization of a whole row, with widths that change along it (Marcellin and Fischer 1990).
 
 The row is one circular string of bits. Value t is ``tables[w_t][state]``, where the state is the last ``memory`` bits
-up to and including the w_t bits of value t (a bit-shift trellis, as in QTIP, arXiv 2406.11235). No bits are lost at the
-ends: the string bites its tail. Channels of 0 bits are left out. The encoder is Viterbi's algorithm, twice: on the row
-turned by half, which yields the state between end and beginning, and then with this state at both ends.
+up to and including the w_t bits of value t (a bit-shift trellis, as in QTIP, arXiv 2406.11235). The string is
+tail-biting, so no bits are lost at the ends. Channels of 0 bits are left out. The encoder runs Viterbi's algorithm
+twice: first on the row rotated by half, which gives the state between end and beginning, and then with this state at
+both ends.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class Trellis:
 
 
 def circular_paths(x: torch.Tensor, widths: list[int], tables: dict[int, torch.Tensor], memory: int) -> torch.Tensor:
-    """Returns states int64 ``[n, N]`` whose string bites its tail."""
+    """Returns states int64 ``[n, N]`` of a tail-biting string."""
     half = x.shape[1] // 2
     turned = paths(torch.cat([x[:, half:], x[:, :half]], 1), widths[half:] + widths[:half], tables, memory)
     seam = turned[:, x.shape[1] - half - 1]

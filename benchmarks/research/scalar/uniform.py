@@ -11,7 +11,7 @@ from sglang_kvq.rotations.maths.transform import STEPS
 
 
 def uniform(x: torch.Tensor, widths: torch.Tensor) -> torch.Tensor:
-    """Codes rows ``[n, D]`` as ``formats.planes`` does, without its FP16 arithmetic: of two gains the better."""
+    """Codes rows ``[n, D]`` as ``formats.planes`` does, without its FP16 arithmetic; takes the better of two gains."""
     steps = torch.tensor(STEPS)[widths]
     z, coded = x / steps, widths > 0
     half = 2.0 ** (widths - 1)
@@ -31,7 +31,7 @@ def uniform(x: torch.Tensor, widths: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class TwoGains:
-    """``uniform`` with a gain for the widest channels and one for the other coded ones."""
+    """``uniform`` with one gain for the widest channels and one for the other coded ones."""
 
     def __call__(self, x: torch.Tensor, widths: torch.Tensor) -> torch.Tensor:
         coded = int((widths > 0).sum())
@@ -52,7 +52,7 @@ def row_gain(x: torch.Tensor, widths: torch.Tensor) -> torch.Tensor:
 
 
 def with_best_gain(x: torch.Tensor, units: torch.Tensor) -> torch.Tensor:
-    """Returns what is read of rows ``[n, D]`` coded as ``units``: times the gain of 8 bits next to the best one."""
+    """Returns rows ``[n, D]`` coded as ``units`` as they are read: times the 8-bit gain nearest to the best one."""
     squares = units.square().sum(-1, keepdim=True).clamp(min=1e-12)
     best = ((x * units).sum(-1, keepdim=True) / squares).clamp(min=2.0**-16)
     above = gain_bytes(best)
@@ -64,7 +64,7 @@ def with_best_gain(x: torch.Tensor, units: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Levels:
-    """Levels trained for each width, at the row's root mean square: what a trellis is compared with."""
+    """Levels trained for each width, relative to the row's root mean square; trellises are compared with them."""
 
     tables: dict[int, torch.Tensor] = field(default_factory=dict)
 

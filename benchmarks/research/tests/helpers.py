@@ -1,4 +1,4 @@
-"""A tiny random model, a tokenizer of bytes, an embedder of words, and small data in the form of the real."""
+"""A tiny random model, a tokenizer of bytes, an embedder of words, and small data in the real data's formats."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TEMPLATE = (
 
 
 def tiny_llama(head_dim: int = 16, positions: int = 4096, attention: str = "eager") -> LlamaForCausalLM:
-    """The same random model at each call; its attention matters for its logits."""
+    """Returns the same random model at each call; its attention affects its logits."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
@@ -58,7 +58,7 @@ def tokens(count: int, seed: int = 0) -> list[int]:
 
 
 def writer() -> Writer:
-    """Every byte is a token."""
+    """Returns a writer in which every byte is a token."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({letter: n for n, letter in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -69,7 +69,7 @@ def writer() -> Writer:
 
 
 class Words:
-    """An encoder: a bag of words, hashed."""
+    """An encoder that hashes a bag of words."""
 
     def encode(self, sentences: list[str], **options: Any) -> np.ndarray:
         rows = np.zeros((len(sentences), 64))
@@ -87,7 +87,7 @@ SUBJECTS = ("boats", "bread", "stars", "trains", "bees", "maps")
 
 
 def conversation(sessions: int = 6, turns: int = 6, name: str = "tiny") -> Conversation:
-    """Sessions about one subject each, with a number in each that is asked for."""
+    """Returns a conversation with one subject per session, each with a number that a question asks for."""
     said: list[Turn] = []
     questions: list[Question] = []
     for session in range(sessions):
@@ -101,7 +101,7 @@ def conversation(sessions: int = 6, turns: int = 6, name: str = "tiny") -> Conve
 
 
 def write_data(folder: Path, records: Sequence[str]) -> None:
-    """LoCoMo, LongChat and a sample of text, small."""
+    """Writes small versions of LoCoMo, LongChat and a sample text."""
     for name in ("locomo", "longchat", "shakespeare"):
         (folder / name).mkdir(parents=True)
     (folder / "shakespeare" / "text.txt").write_text("To be, or not to be, that is the question. " * 40)
@@ -127,7 +127,7 @@ def write_data(folder: Path, records: Sequence[str]) -> None:
 
 
 def record(*topics: str) -> str:
-    """A record in LongChat's form."""
+    """Returns a record in LongChat's form."""
     parts = ["Memorize each <TOPIC>. USER will say 'I would like to discuss the topic of <TOPIC>'. Now it starts."]
     for topic in topics:
         parts += [

@@ -1,4 +1,4 @@
-"""The block loop against one that moves nothing: every key stays where it is, behind a mask of what is kept."""
+"""The block loop agrees with one that moves nothing: every key stays in place, behind a mask of the kept ones."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ EVEN, UNEVEN = (32,) * helpers.LAYERS, (20, 60, 40)
 
 
 def masked_loop(prompt: list[int], budget: Budget) -> list[torch.Tensor]:
-    """Which tokens each layer and head keep, bool ``[kv_heads, T]`` of each layer."""
+    """Returns the tokens that each layer and head keep, bool ``[kv_heads, T]`` per layer."""
     runner, total = helpers.runner(), len(HISTORY)
     keys, values = ([torch.zeros(helpers.KV_HEADS, total, 16) for _ in range(helpers.LAYERS)] for _ in range(2))
     kept = [torch.zeros(helpers.KV_HEADS, total, dtype=torch.bool) for _ in range(helpers.LAYERS)]
@@ -110,7 +110,7 @@ def test_a_budget_for_everything_is_the_full_cache(block: int) -> None:
 
 
 def test_keys_keep_their_values_when_they_move() -> None:
-    """A key and value of the first block, kept to the end, are those that were computed there."""
+    """A key and value of the first block that are kept to the end stay those that were computed there."""
     runner = helpers.runner()
     full, _ = prefill(runner, HISTORY[:BLOCK], chunk=64)
     past, kept = build(runner, HISTORY, PROMPTS, Budget(EVEN, pinned=PINNED), block=BLOCK)

@@ -1,4 +1,4 @@
-"""Every text is embedded once, whatever the order, and a file serves the next run."""
+"""Every text is embedded once, in any order, and the next run reads the file."""
 
 from __future__ import annotations
 

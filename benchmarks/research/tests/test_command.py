@@ -1,4 +1,4 @@
-"""The whole command on a tiny model: rows in the form of results, of every policy and dataset."""
+"""The whole command runs on a tiny model: rows in the form of results, for every policy and data set."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_a_limit_of_seconds_stops_between_conversations(data: Path, monkeypatch:
     clock = itertools.count()
     monkeypatch.setattr(command.time, "perf_counter", lambda: float(next(clock)))
     words = ("--datasets", "locomo,needles", "--policies", "window", "--compressions", "2")
-    # The first conversation begins after one tick, the second after some more.
+    # The first conversation begins after one tick of the clock, the second after more.
     args = arguments(data, *words, "--limit-seconds", "1.5")
     measured, more = command.run(args, helpers.runner(), helpers.writer(), helpers.embedder())
     assert more["conversations_left_out"] == 3 and len(measured.tokens) == 1

@@ -1,4 +1,4 @@
-"""From a conversation to tokens: every turn where its span says, and nothing that depends on its neighbors."""
+"""A conversation becomes tokens: every turn lies at its span and does not depend on its neighbors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Conversations out of files in the forms of LoCoMo and LongChat, and needles whose evidence holds their answers."""
+"""Conversations are read from files in the forms of LoCoMo and LongChat; needles' evidence holds their answers."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_longchat_names_topics_and_leaves_closings_out() -> None:
 
 
 def test_a_records_own_question_is_not_part_of_it() -> None:
-    """It names no topic and stands behind the last one."""
+    """The record's own question names no topic and follows the last one."""
     (topic, said), *_ = longchat.topics(helpers.record("art"))
     assert topic == "art" and [speaker for speaker, _ in said] == [*["USER", "ASSISTANT"] * 3, "USER"]
 

@@ -1,4 +1,4 @@
-"""Gain kept and its errors on likelihoods whose answer is known."""
+"""Gain kept and its errors, on likelihoods with a known answer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from benchmarks.research.episodes.gain import Likelihoods, difference, gain_kept
 
 
 def likelihoods(share: np.ndarray, gains: np.ndarray) -> Likelihoods:
-    """A policy that keeps ``share`` of each question's gain."""
+    """Returns likelihoods of a policy that keeps ``share`` of each question's gain."""
     none = np.linspace(-4, -3, len(gains))
     return Likelihoods(none + share * gains, none + gains, none)
 
@@ -21,20 +21,20 @@ def test_ends_and_a_share_between() -> None:
 
 
 def test_a_constant_share_has_no_error_however_gains_vary() -> None:
-    """Questions are paired: that one is worth more than another is no error of what is kept."""
+    """Questions are paired, so their different worth adds no error to the share that is kept."""
     gains = np.random.default_rng(0).random(60) + 0.1
     kept, error = with_error(likelihoods(np.full(60, 0.8), gains), np.repeat(np.arange(6), 10))
     assert kept == pytest.approx(0.8) and error == pytest.approx(0, abs=1e-9)
 
 
 def test_the_error_is_that_between_conversations() -> None:
-    """Six conversations of shares that differ, questions alike within each: as a mean of six values."""
+    """Six conversations have different shares, equal for their questions: the error is that of a mean of six values."""
     shares = np.array([0.5, 0.9, 0.7, 1.0, 0.6, 0.8])
     found = likelihoods(np.repeat(shares, 10), np.ones(60))
     kept, error = with_error(found, np.repeat(np.arange(6), 10))
     assert kept == pytest.approx(shares.mean())
     assert error == pytest.approx(shares.std() / 6**0.5, rel=0.06)
-    # As if each question stood for itself, the error would be sqrt(10) times too small.
+    # If each question were independent, the error would be sqrt(10) times too small.
     _, wrong = with_error(found, np.arange(60))
     assert wrong == pytest.approx(error / 10**0.5, rel=0.1)
 
@@ -44,7 +44,7 @@ def test_one_conversation_has_no_error() -> None:
 
 
 def test_a_difference_is_paired() -> None:
-    """Two policies 0.1 apart on every question, both of them noisy."""
+    """Two noisy policies differ by 0.1 on every question."""
     generator = np.random.default_rng(1)
     noise, conversation = generator.standard_normal(60), np.repeat(np.arange(6), 10)
     found = likelihoods(0.5 + noise, np.ones(60))

@@ -1,4 +1,4 @@
-"""Which episode and which segments a question gets, on cases where centroid and best segments disagree."""
+"""The episode and segments that a question gets, in cases where centroid and best segments disagree."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ QUESTION = np.array([np.cos(np.radians(36)), np.sin(np.radians(36))], dtype=np.f
 def test_centroid_and_best_segment_disagree() -> None:
     assert match(QUESTION[None], ROWS, EPISODES, "centroid").tolist() == [0]
     assert match(QUESTION[None], ROWS, EPISODES, "segments", best=1).tolist() == [1]
-    # Averaged over all of a cluster, the wide one loses again.
+    # Averaged over a whole cluster, the wide one loses again.
     assert match(QUESTION[None], ROWS, EPISODES, "segments", best=9).tolist() == [0]
 
 

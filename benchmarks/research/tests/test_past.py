@@ -1,4 +1,4 @@
-"""Answers over stored keys and values against transformers' own forward of the whole text."""
+"""Answers over stored keys and values agree with transformers' own forward pass of the whole text."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def expected(history: list[int]) -> list[float]:
 
 
 def test_the_model_depends_on_its_history() -> None:
-    """Else none of these tests could fail."""
+    """The model depends on its history; otherwise none of these tests could fail."""
     other = expected([*HISTORY[:40], *helpers.tokens(50, 77)])
     assert (np.abs(np.array(other) - expected(HISTORY)) > 0.05).all()
 
@@ -73,7 +73,7 @@ def test_order_of_slots_means_nothing_and_invalid_ones_are_not_read() -> None:
 
 
 def test_rows_of_their_own_are_read_by_their_questions() -> None:
-    """Each question drops another part of the history; alone it must get the same."""
+    """Each question drops another part of the history, and gets the same result in a batch as alone."""
     runner = helpers.runner()
     full, _ = prefill(runner, HISTORY, chunk=64)
     rows = torch.stack([torch.cat([torch.arange(n * 10), torch.arange(n * 10 + 40, 90)]) for n in range(3)])

@@ -1,4 +1,4 @@
-"""What each policy keeps of a small conversation, and that all of them are the full cache when nothing is left out."""
+"""Each policy keeps the right part of a small conversation, and equals the full cache if nothing is left out."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_window_keeps_both_ends(case: Case) -> None:
 
 
 def test_text_and_late_find_what_is_asked_for(case: Case) -> None:
-    """Words of the questions stand in their sessions only, so retrieval by segments has all evidence."""
+    """Words of the questions occur only in their sessions, so retrieval by segments finds all evidence."""
     texts = {one.matching: one for one in outcomes(case, "text", case.budget(3))}
     late = {one.matching: one for one in outcomes(case, "retrieve", case.budget(2))}
     assert set(texts) == {"segments", "fused"} and set(late) == {"centroid", "segments", "windows"}
@@ -96,7 +96,7 @@ def test_text_and_late_find_what_is_asked_for(case: Case) -> None:
 
 @pytest.mark.parametrize("matching", ["segments", "windows"])
 def test_late_reads_pages_in_place(case: Case, matching: str) -> None:
-    """Against one question's answer with a mask over the full cache."""
+    """One question's answer equals that with a mask over the full cache."""
     (found,) = (one for one in outcomes(case, "retrieve", case.budget(3)) if one.matching == matching)
     number = 1
     if matching == "segments":
@@ -134,7 +134,7 @@ def test_late_reads_pages_in_place(case: Case, matching: str) -> None:
 
 
 def test_a_question_gets_the_episode_that_its_matching_chose(case: Case) -> None:
-    """Each matching's answers are those of one whole cache for every question."""
+    """Each matching's answers equal those of a single cache that serves every question."""
     found = {one.matching: one for one in outcomes(case, "epicache", case.budget(2))}
     assert set(found) == {"centroid", "segments", "evidence"}
     matched = found["evidence"].matched
@@ -157,7 +157,7 @@ def test_another_storage_shares_what_text_alone_says(case: Case) -> None:
 
 @pytest.mark.parametrize("policy", NAMES)
 def test_all_run_in_bf16(policy: str) -> None:
-    """As on a GPU; BF16 moves these sharp logits by some tenths, and what is kept by more."""
+    """Policies run in BF16, as on a GPU; BF16 moves these logits by some tenths, other chosen tokens by more."""
     exact = Case(helpers.runner(), helpers.writer(), helpers.embedder(), helpers.conversation(), SETTINGS)
     model = helpers.tiny_llama().bfloat16()
     case = Case(Runner(model), exact.writer, exact.embedder, exact.conversation, SETTINGS)

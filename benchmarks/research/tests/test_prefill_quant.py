@@ -1,4 +1,4 @@
-"""What a prefill with quantized pages reads: whole pages past the window, each quantized once."""
+"""A prefill with quantized pages reads whole pages outside the window from records, each quantized once."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ HISTORY = helpers.tokens(900)
 
 @pytest.mark.parametrize("chunk", [64, 200, 512, 2048])
 def test_pages_are_quantized_once_when_they_leave_the_window(chunk: int) -> None:
-    """Here quantizing doubles: layer 0's keys, which no attention has touched, tell how often."""
+    """Here quantizing doubles: layer 0's keys, which do not depend on attention, show how often it happened."""
     runner, calls = helpers.runner(), []
 
     def double(layer: int, first: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -30,12 +30,12 @@ def test_pages_are_quantized_once_when_they_leave_the_window(chunk: int) -> None
     assert sum(n for layer, _, n in calls if layer == 1) == left
     assert all(first % PAGE_SIZE == 0 and n % PAGE_SIZE == 0 for _, first, n in calls)
     if chunk < left:
-        # Later chunks read what was quantized.
+        # Later chunks read the quantized pages.
         assert not torch.allclose(found.k[1][:, :, -1], exact.k[1][:, :, -1], atol=1e-3)
 
 
 def test_a_chunk_reads_its_window_exactly() -> None:
-    """Nothing has left the window before the second chunk, so only reading is left to tell."""
+    """No page leaves the window before the second chunk, so the test checks reading alone."""
     runner = helpers.runner()
 
     def lose(layer: int, first: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

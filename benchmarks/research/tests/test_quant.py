@@ -58,7 +58,7 @@ def test_sinks_stay_as_they_are() -> None:
 
 
 def test_each_token_is_coded_alone() -> None:
-    """So that it may move to another page once it is quantized."""
+    """Codes do not depend on other tokens, so that a quantized token may move to another page."""
     round_trip, order = round_trip_of("int2", "tiny", config(), CPU), torch.randperm(192)
     k, v = round_trip(0, 64, K[:, :, :192], V[:, :, :192])
     moved_k, moved_v = round_trip(0, 64, K[:, :, order], V[:, :, order])
@@ -82,7 +82,7 @@ def test_bits() -> None:
 
 @pytest.mark.parametrize("bits", ["1.5", "4"])
 def test_transform_coding_is_what_attention_sees(bits: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Scores, but for the mean's part, which is the same number in all of a query's; and outputs."""
+    """Scores agree except for the mean's part, which is the same number in all of a query's scores; outputs agree."""
     hf_config, spec, tokens = config(), f"transform:{bits}", 192
     geometry = geometry_of(hf_config)
     learned = load_rotations(random_transform(tmp_path / "rotations", *geometry), **geometry._asdict())
@@ -96,7 +96,7 @@ def test_transform_coding_is_what_attention_sees(bits: str, tmp_path: Path, monk
     read_k, read_v = page_round_trip(method.formats[1], context.k, context.v)
     group = helpers.HEADS // helpers.KV_HEADS
     less = q @ k.repeat_interleave(group, 0).mT - context.q @ read_k.repeat_interleave(group, 0).mT
-    assert less.std(-1).max() < 0.1 < less.abs().max()  # what rounding to BF16 leaves; the mean's part
+    assert less.std(-1).max() < 0.1 < less.abs().max()  # rounding to BF16 is left, and the mean's part
     outputs = context.to_model_basis(read_v.repeat_interleave(group, 0))
     torch.testing.assert_close(v.repeat_interleave(group, 0), outputs, atol=0.03, rtol=0.02)
     assert bits_per_element(spec, "tiny", hf_config) <= float(bits)

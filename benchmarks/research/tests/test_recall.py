@@ -1,4 +1,4 @@
-"""Recall of evidence against a count of tokens, and the whole command on small data."""
+"""Recall of evidence agrees with a count of tokens, and the whole command runs on small data."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_neighbours_follow_their_hit() -> None:
 
 def test_fusion_by_reciprocal_ranks() -> None:
     cosines, words = np.array([0.9, 0.5, 0.7, 0.1]), np.array([0.0, 30.0, 20.0, 0.0])
-    # Ranks 0 2 1 3 and, equal scores in their order, 2 0 1 3.
+    # Ranks are 0 2 1 3 and, with equal scores in their order, 2 0 1 3.
     wanted = [1 / 61 + 1 / 63, 1 / 63 + 1 / 61, 1 / 62 + 1 / 62, 1 / 64 + 1 / 64]
     np.testing.assert_allclose(by_ranks(cosines, words), wanted, rtol=1e-12)
 
@@ -144,7 +144,7 @@ def test_rows_and_choice(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert {row["compression"] for row in table} == {2, 2.5, 3}
     assert all(0 <= row["recall"] <= 1 + 1e-9 and row["complete"] <= row["recall"] + 1e-9 for row in table)
     assert {(row["conversations"], row["questions"], row["questions_choose"]) for row in table} == {(1, 8, 8)}
-    assert {row["recall_se"] for row in table} == {None}  # of one conversation
+    assert {row["recall_se"] for row in table} == {None}  # a single conversation has no error
     served = [row for row in table if row["served"] and row["compression"] in (2, 2.5)]
     assert all(row["ranking"] == "recent" or ("page" in row["pieces"] and row["dates"]) for row in served)
     names = [(row["pieces"], row["ranking"], row["neighbours"]) for row in served]
@@ -154,7 +154,7 @@ def test_rows_and_choice(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def choice(*searches: tuple[str, str, bool, float, float], error: float = 0.0) -> str:
-    """Of (pieces, neighbours, served, recall, recall_choose) at one compression: what is chosen."""
+    """Returns the choice among (pieces, neighbors, served, recall, recall_choose) at one compression."""
     names = ("pieces", "neighbours", "served", "recall", "recall_choose")
     more = dict(dataset="a", ranking="cosine", compression=4.0, recall_choose_se=error)
     return " ".join(best([{**dict(zip(names, one)), **more} for one in searches]).values())

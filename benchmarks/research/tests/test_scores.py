@@ -1,4 +1,4 @@
-"""Scores against the attention probabilities that transformers itself returns."""
+"""Scores agree with the attention probabilities that transformers itself returns."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ PROMPTS = [helpers.tokens(9, 1), helpers.tokens(15, 2), helpers.tokens(4, 3)]
 
 @torch.inference_mode()
 def probabilities(ids: list[int]) -> list[torch.Tensor]:
-    """Per layer ``[kv_heads, group, T, T]``."""
+    """Returns ``[kv_heads, group, T, T]`` per layer."""
     attentions = helpers.tiny_llama()(torch.tensor([ids]), output_attentions=True).attentions
     return [layer[0].unflatten(0, (helpers.KV_HEADS, -1)) for layer in attentions]
 
 
 def over_history(prompt: list[int]) -> list[torch.Tensor]:
-    """What a prompt's queries pay the history, as a softmax over the history alone: ``[kv_heads, group, n, T]``."""
+    """Returns a prompt's attention to the history, as a softmax over the history alone: ``[kv_heads, group, n, T]``."""
     of_layers = (layer[:, :, len(HISTORY) :, : len(HISTORY)] for layer in probabilities(HISTORY + prompt))
     return [layer / layer.sum(-1, keepdim=True) for layer in of_layers]
 

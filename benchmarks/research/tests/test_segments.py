@@ -1,4 +1,4 @@
-"""Segments cover a conversation once, in order, and stay as they are when it grows."""
+"""Segments cover a conversation once, in order, and do not change when it grows."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from sglang_kvq.errors import KVQuantError
 
 
 def turns(*lengths: int) -> list[Turn]:
-    """As many turns in each session as given."""
+    """Returns as many turns in each session as given."""
     sessions = [session for session, length in enumerate(lengths) for _ in range(length)]
     return [Turn("AB"[n % 2], f"says {n}", session) for n, session in enumerate(sessions)]
 

@@ -1,4 +1,4 @@
-"""The highest scores, found the slow way too."""
+"""The highest scores equal those found by a slow search."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Similarities against transformers with a mask of its own, and budgets whose sum is exact."""
+"""Similarities agree with transformers under the same mask, and budgets have an exact sum."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WINDOW, SINKS = 32, 4
 
 @torch.inference_mode()
 def keys_under(mask: torch.Tensor) -> list[torch.Tensor]:
-    """Outputs of W_k in each layer under a mask (true: seen), by transformers' eager attention."""
+    """Returns outputs of W_k in each layer under a mask (true: seen), by transformers' eager attention."""
     model, found = helpers.tiny_llama(), []
     for layer in model.model.layers:
         layer.self_attn.k_proj.register_forward_hook(lambda module, inputs, output: found.append(output[0]))
@@ -26,7 +26,7 @@ def keys_under(mask: torch.Tensor) -> list[torch.Tensor]:
 
 
 def test_similarities_are_those_under_the_windows_mask() -> None:
-    """RoPE turns both keys alike, so it does not change their cosine. An inverted mask would fail."""
+    """RoPE rotates both keys equally, so it does not change their cosine. An inverted mask would fail."""
     causal = torch.ones(96, 96, dtype=torch.bool).tril()
     windowed = causal.clone()
     for query in range(96):
@@ -60,7 +60,7 @@ def test_budgets_are_whole_pages_of_exact_sum(tokens: int, sharpness: float) -> 
 
 
 def test_budgets_follow_the_formula() -> None:
-    """Weights 1, 0.5 and 0 of what the floors, 4 pages each, leave of 48."""
+    """Floors are 4 pages each of 48; weights 1, 0.5 and 0 divide the rest."""
     found = layer_budgets(np.array([0.6, 0.7, 0.8]), 16 * 64, sharpness=1.0, unit=64, least=64)
     assert found == (28 * 64, 16 * 64, 4 * 64)
     assert layer_budgets(np.full(3, 0.9), 640, sharpness=1.3, unit=64, least=64) == (640, 640, 640)

@@ -1,4 +1,4 @@
-"""Reports of an output folder: their JSON, their exact words, their plots."""
+"""Reports of an output folder: their JSON, their exact text, their plots."""
 
 from __future__ import annotations
 

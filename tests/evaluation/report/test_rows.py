@@ -1,4 +1,4 @@
-"""Rows, calibrations, the frontier; maps of several sources, their plot, and the committed page."""
+"""Rows, calibrations and the frontier; maps of several sources, their plot, and the committed page."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def row(method: str, score: float, task: str = "kl", **more) -> dict:
 
 
 def beaten(point: Point, by: Point, lower: bool) -> bool:
-    """By definition: nowhere worse and somewhere better."""
+    """Returns whether ``by`` beats the point by definition: nowhere worse and somewhere better."""
     gain = point.score - by.score if lower else by.score - point.score
     return by.bits <= point.bits and gain >= 0 and (by.bits < point.bits or gain > 0)
 
@@ -82,7 +82,7 @@ def test_a_task_stands_for_itself_where_bf16_can_do_it():
             *(("none", 128, 4096, 0.6), ("oscar", 128, 4096, 0.5)),
             *(("none", 128, 8192, 0.4), ("oscar", 128, 8192, 0.1)),  # BF16 fails
             *(("none", 8192, 4096, 0.6), ("oscar", 8192, 4096, 0.5)),
-            ("none", 128, 6144, 1.0),  # of one method only
+            ("none", 128, 6144, 1.0),  # only one method has it
         )
     ]
     assert representative(runs, "needle") == (4096, 128)
@@ -201,7 +201,7 @@ def test_a_map_of_several_sources(content, tmp_path, capsys):
     assert (apart["method"], apart["score"], apart["bf16_score"], apart["bf16_chunk"]) == ("oscar", 0.95, 1.0, 128)
     (first,) = (r for r in made["rows"] if (r["method"], r["task"]) == ("hadamard", "kl"))
     assert first["score"] == 0.5, "the first source counts"
-    # A map is a source too, and gives itself again.
+    # A map is a source too, and reproduces itself.
     again = collect_map([out], "fake", [])
     assert again["rows"] == made["rows"] and "chunks of 8192" in capsys.readouterr().out
 
@@ -259,7 +259,7 @@ TABLE = """\
 
 @pytest.fixture
 def mapped(content, tmp_path) -> Path:
-    """The map's path."""
+    """Writes a map and returns its path."""
     path = tmp_path / "precise_fake.json"
     source = write(tmp_path / "accuracy_fake.json", content)
     write(path, collect_map([Path(source)], "fake", []))
@@ -337,7 +337,7 @@ def test_committed_maps_have_the_agreed_form():
 
 @pytest.mark.parametrize("path", MAPS, ids=lambda path: path.stem)
 def test_every_figure_of_a_page_is_in_the_json(path):
-    """Without the code that wrote it: a mean over rows of the column's task and context, rounded as it is written."""
+    """Figures agree with the JSON independently of the code that wrote them: each is a rounded mean over its rows."""
     text = (ROOT / "docs" / "results" / "accuracy.md").read_text().partition(f"### [{path.stem}]")[2]
     head, _, *lines = re.search(r"^\| method .*\n(?:\|.*\n)+", text, re.MULTILINE)[0].splitlines()
     titles = [cell.strip() for cell in head.strip("|").split("|")][2:]

@@ -1,6 +1,7 @@
-"""What a program may try against its sandbox, and what it needs. The kernel must refuse each attempt.
+"""Attacks that a program may try against its sandbox, and things that it needs. The kernel must refuse each attack.
 
-Imports only the standard library and the sandbox, so that it also runs as another user with another interpreter::
+This module imports only the standard library and the sandbox, so that another user can also run it with another
+interpreter::
 
     python -m tests.evaluation.sandbox.hostile    # one JSON object: program -> [as it should be, reason]
 """
@@ -31,8 +32,8 @@ def call(what, result):
     return result
 """
 
-#: Attempts that a plain process of the same user succeeds at: a control for the test itself. They end without an
-#: OSError exactly if they reach something.
+#: Attempts that succeed in an ordinary process of the same user, as a control for the test itself. They end without an
+#: OSError exactly if they reach their target.
 SUCCEED_OUTSIDE = {
     "unix socket by path": "socket.socket(socket.AF_UNIX).connect({unix!r})",
     "unix socket by path, datagram pair": """
@@ -71,7 +72,7 @@ SUCCEED_OUTSIDE = {
     "a keyring of the user": "call('keyctl', libc.syscall({keyctl}, 0, -3, 0))",
 }
 
-#: Attempts that need root outside as well, or that would harm the machine if they were tried there.
+#: Attempts that need root even outside the sandbox, or that would harm the machine if tried there.
 NEVER_SUCCEED = {
     "/dev/sda": "open('/dev/sda', 'rb')",
     "the root disk": "os.mknod('disk', stat.S_IFBLK | 0o600, os.stat('/').st_dev); open('disk', 'rb')",
@@ -102,7 +103,7 @@ NEVER_SUCCEED = {
     "a temporary folder beyond its size": "[open(str(n), 'wb').write(bytes(1 << 20)) for n in range(64)]",
 }
 
-#: Programs of the kind that models write for HumanEval; they pass.
+#: Programs like those that models write for HumanEval; they pass.
 ORDINARY = {
     "math": "import math; assert math.gcd(12, 18) == 6 and math.isclose(math.sqrt(2) ** 2, 2)",
     "re": "import re; assert re.findall(r'[aeiou]', 'sandbox') == ['a', 'o']",
@@ -160,11 +161,11 @@ ORDINARY = {
     """,
 }
 
-#: Ordinary programs that are about their own process tree.
+#: Ordinary programs that depend on their own process tree, so they run alone.
 ALONE = ("sixteen processes and no more", "no standard input, environment or other processes")
 
-#: Runs programs one after another as children of one process, each in an empty folder of its own. Exit status 7 shows
-#: that a program reached its end; 0 would not.
+#: Runs programs one after another as children of one process, each in an empty folder. Exit status 7 shows that a
+#: program reached its end; 0 would not show it.
 _TOGETHER = """
 import os, shutil, sys, traceback
 failed = {{}}
@@ -198,7 +199,7 @@ _NUMBERS = {
 
 
 def together(programs: dict[str, str]) -> str:
-    """One program that passes exactly if all of these do; it names those that do not."""
+    """Returns one program that passes exactly if all of these do; it names those that do not."""
     return _TOGETHER.format(programs=programs)
 
 
@@ -207,14 +208,14 @@ def attempts(facts: dict) -> str:
 
 
 def ordinary() -> dict[str, str]:
-    """The ordinary programs: one for all that may be children of another, and the others."""
+    """Returns the ordinary programs: those that must run alone, and one that runs all the others."""
     texts = {name: textwrap.dedent(text) for name, text in ORDINARY.items()}
     alone = {name: texts.pop(name) for name in ALONE}
     return {"together": together(texts), **alone}
 
 
 def program(attempt: str, facts: dict) -> str:
-    """Passes exactly if the kernel refuses the attempt; any other error fails it, so a wrong attempt shows."""
+    """Returns a program that passes exactly if the kernel refuses the attempt; any other error fails."""
     return (
         f"{_HEAD}{_CALL}\ntry:\n{textwrap.indent(body(attempt, facts), '    ')}\n"
         "except (OSError, StopIteration):\n    pass\nelse:\n    raise SystemExit('escaped')\n"
@@ -222,7 +223,7 @@ def program(attempt: str, facts: dict) -> str:
 
 
 def outside(attempt: str, facts: dict) -> str:
-    """Passes exactly if the attempt succeeds."""
+    """Returns a program that passes exactly if the attempt succeeds."""
     return f"{_HEAD}{_CALL}\n{body(attempt, facts)}\n"
 
 
@@ -233,13 +234,13 @@ def body(attempt: str, facts: dict) -> str:
 
 @contextlib.contextmanager
 def targets(tmp: str = "/tmp", var_tmp: str = "/var/tmp") -> Iterator[dict]:
-    """Sockets that listen and files that are there, all of them the present user's.
+    """Yields sockets that listen and files that exist, all owned by the current user.
 
     `tmp` and `var_tmp` are folders that this user may write to, in /tmp and outside it. Some machines deny users both.
     """
     home = Path.home() if os.access(Path.home(), os.W_OK) else Path(var_tmp)
     with contextlib.ExitStack() as stack:
-        # Not in /tmp and open to everybody: what keeps a program out is the sandbox, not a permission.
+        # Outside /tmp and open to everybody: the sandbox must keep a program out, not a permission.
         folder = Path(tempfile.mkdtemp(prefix="kvq-targets-", dir=var_tmp))
         stack.callback(shutil.rmtree, folder)
         folder.chmod(0o755)

@@ -1,4 +1,4 @@
-"""Generated programs for real: each kind of misbehaviour is contained and counts as failed."""
+"""Generated programs really run: each kind of misbehavior is contained and counts as failed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ as_root = pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
 
 @pytest.fixture(autouse=True, params=["root", "user"])
 def kind(request, monkeypatch) -> str:
-    """Every test in both kinds of walls; without root only the second exists."""
+    """Runs each test in both kinds of sandbox; without root only the second kind exists."""
     if request.param == "root" and os.geteuid() != 0:
         pytest.skip("namespaces are made as root")
     monkeypatch.setattr(sandbox, "walls", lambda: sandbox.Walls(request.param))
@@ -38,12 +38,12 @@ def kind(request, monkeypatch) -> str:
 
 
 def once():
-    """One kind is enough for what does not enter the walls."""
+    """Marks tests of things outside the sandbox, for which one kind is enough."""
     return pytest.mark.parametrize("kind", ["user"], indirect=True)
 
 
 def test_namespaces_can_be_made_here(kind):
-    """Without them the tests below would show nothing."""
+    """Checks that a sandbox can be made here; otherwise the tests below would show nothing."""
     assert sandbox._start(sandbox._PROBE, LIMITS, kind) == (0, "")
 
 
@@ -63,7 +63,7 @@ def test_ordinary_programs_pass(program):
 
 
 def test_programs_that_run_together_are_judged_one_by_one():
-    """Otherwise the two tests above would show nothing."""
+    """A joint run reports each failing program; otherwise the two tests above would show nothing."""
     programs = {"one": "1 / 0", "two": "import os; os._exit(0)", "three": "open('x', 'w')"}
     verdict = sandbox.run(hostile.together(programs))
     assert not verdict.passed and "ZeroDivisionError" in verdict.reason
@@ -106,7 +106,7 @@ def test_waiting_ends_with_the_wall_clock():
 
 @pytest.mark.parametrize("folder", ["/root", "/tmp", "/var/tmp", "/dev/shm", str(Path(__file__).parent)])
 def test_writes_stay_inside(folder):
-    """In /tmp a program may have one of its own; the machine's sees nothing of it."""
+    """A program may create the file in its own /tmp, but the machine's /tmp stays unchanged."""
     target = Path(folder) / "kvq_escaped"
     verdict = sandbox.run(f"open({str(target)!r}, 'w').write('x')", LIMITS)
     assert not verdict.passed or folder == "/tmp"
@@ -123,14 +123,14 @@ def test_this_machines_files_cannot_be_deleted(tmp_path):
 
 
 def test_processes_are_counted_for_each_program_alone():
-    """Several at once, each up to the limit and no further."""
+    """Several programs run at once, each with its own limit on processes."""
     forks = textwrap.dedent(hostile.ORDINARY["sixteen processes and no more"])
     with ThreadPoolExecutor(4) as pool:
         assert list(pool.map(sandbox.run, [forks] * 4)) == [sandbox.Verdict(True)] * 4
 
 
 def test_fork_bomb_ends():
-    """It runs out of processes, or else of time; nothing of it is left."""
+    """A fork bomb runs out of processes or time, and leaves nothing behind."""
     begin = time.monotonic()
     bomb = "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass"
     assert not sandbox.run(bomb, sandbox.Limits(cpu_seconds=1, wall_seconds=4)).passed
@@ -145,14 +145,14 @@ def test_a_daemon_does_not_outlive_its_program():
 
 
 def left_over() -> list[str]:
-    """Processes that still run a sandboxed program."""
+    """Returns processes that still run a sandboxed program."""
     time.sleep(0.3)
     shown = subprocess.run(["ps", "-eo", "pid,args"], capture_output=True, text=True, check=True).stdout
     return [line for line in shown.splitlines() if "-I program.py" in line]
 
 
 def test_nothing_else_is_there_and_nothing_but_tmp_can_be_written():
-    """Walks the program's whole root: what is not the interpreter's is not there."""
+    """The program's file tree holds only files of the interpreter, and only /tmp is writable."""
     layout = sandbox._layout()
     expected = [target for _, target in layout["binds"]]
     expected += ["/dev/null", "/dev/urandom", "/tmp/program.py", "/proc/self/exe"]
@@ -181,7 +181,7 @@ def test_nothing_of_a_run_remains():
 
 
 def readable_python() -> str:
-    """The interpreter here, or the system's, if another user may run it: the standard library is all it needs."""
+    """Returns an interpreter that another user may run; it needs only the standard library."""
     candidates = filter(None, (os.path.realpath(sys.executable), shutil.which("python3", path=os.defpath)))
     for python in candidates:
         try:
@@ -197,11 +197,13 @@ def readable_python() -> str:
 @once()
 @pytest.mark.parametrize("through", [[], ["unshare", "--user", "--map-root-user"]], ids=["user", "only-user-mapped"])
 def test_another_user_is_contained_as_well(through):
-    """The same attempts by a user without rights, whose files and sockets are there to be reached; then as that user's
-    root in a container that maps nobody else."""
+    """Another user without rights makes the same attempts, whose targets belong to that user.
+
+    The second case is that user's root in a container that maps no other user.
+    """
     user = {"user": NOBODY, "group": NOBODY, "extra_groups": []}
     with contextlib.ExitStack() as stack:
-        # Some machines deny other users /tmp and /var/tmp themselves.
+        # Some machines deny other users /tmp and /var/tmp.
         parents = ("/tmp", "/var/tmp")
         folders = [stack.enter_context(tempfile.TemporaryDirectory(prefix="hostile-", dir=one)) for one in parents]
         for folder in folders:
@@ -217,21 +219,21 @@ def test_another_user_is_contained_as_well(through):
 
 @once()
 def test_the_attempts_are_real(facts, tmp_path):
-    """Without the sandbox each reaches what it is after."""
+    """Without the sandbox, each attempt reaches its target."""
     all_of_them = hostile.together({name: hostile.outside(name, facts) for name in hostile.SUCCEED_OUTSIDE})
     done = subprocess.run([sys.executable, "-I", "-c", all_of_them], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
 KIND = "from sglang_kvq.evaluation import sandbox; sandbox.require(False); print(sandbox.walls().kind)"
-#: A user namespace where nobody may make another, entered without any capability.
+#: Enters a user namespace in which nobody may create another one, without any capability.
 FORBIDDEN = "echo 0 > /proc/sys/user/max_user_namespaces && exec setpriv --bounding-set=-all --inh-caps=-all -- "
 
 
 @as_root
 @once()
 def test_root_without_the_capability_uses_a_user_namespace():
-    """As in a container that has no CAP_SYS_ADMIN but may make user namespaces."""
+    """Root in a container that lacks CAP_SYS_ADMIN but may create user namespaces uses a user namespace."""
     limited = ["setpriv", "--bounding-set=-sys_admin", "--inh-caps=-all", "--", sys.executable, "-c", KIND]
     done = subprocess.run(limited, capture_output=True, text=True, cwd=REPOSITORY)
     assert (done.returncode, done.stdout.strip()) == (0, "user"), done.stderr
@@ -242,14 +244,14 @@ def test_root_without_the_capability_uses_a_user_namespace():
 @pytest.mark.parametrize(
     "through, why",
     [
-        # The kernel does not count the processes of the machine's root.
+        # The kernel does not limit the processes of the machine's root.
         (["unshare", "--user", "--map-root-user"], "maps no user.*the limit on processes does not hold"),
         (["setpriv", "--bounding-set=-sys_admin,-setuid", "--inh-caps=-all", "--"], "unshare: .*; .*map users: "),
     ],
     ids=["root-that-stays-root", "no-right-to-another-user"],
 )
 def test_root_that_cannot_become_another_user_is_refused(through, why):
-    """Rather than run without the limit on processes."""
+    """Root that cannot become another user is refused, because the limit on processes would not hold."""
     done = subprocess.run([*through, sys.executable, "-c", KIND], capture_output=True, text=True, cwd=REPOSITORY)
     assert done.returncode == 1 and re.search(why, done.stderr), done.stderr
 

@@ -1,4 +1,4 @@
-"""Generated retrieval cases: the same everywhere, answerable from the text alone, and strict about copies."""
+"""Generated retrieval cases are the same everywhere, can be answered from the text alone, and do not reward copies."""
 
 from __future__ import annotations
 

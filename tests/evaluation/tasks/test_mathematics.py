@@ -1,4 +1,4 @@
-"""Mathematics: problems with answers that another way of counting confirms, and how answers are graded."""
+"""Mathematics: an independent computation confirms the answers, and answers are graded correctly."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def linear(problem):
 
 
 def system(problem):
-    # The last number is the exponents'.
+    # Selects coefficients by pattern, because the last number in the text is an exponent.
     found = re.findall(r"(\d+)x \+ (\d+)y = (-?\d+)", problem)
     (a, b, p), (c, d, q) = (map(int, one) for one in found)
     pairs = itertools.product(range(-9, 10), repeat=2)
@@ -150,7 +150,7 @@ def made():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_answers_are_right(kind):
-    """By another way of counting, from the problem's words."""
+    """An independent computation from the problem's text gives the same answers."""
     of_kind = [one for one in made() if one["kind"] == kind]
     assert len(of_kind) == 12
     for one in of_kind:

@@ -1,4 +1,4 @@
-"""Standard errors against simulation and by hand; the divergence against the exact one of whole distributions."""
+"""Standard errors agree with simulation and hand calculation; divergence agrees with that of whole distributions."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_lower_bound_that_rises_with_the_tokens_listed(pair, top):
 
 
 def test_partition_by_hand():
-    """Two listed tokens, the text's own and a rest: four outcomes."""
+    """Two listed tokens, the text's own token and the rest are four outcomes."""
     p = np.array([0.5, 0.2, 0.05, 0.15, 0.1])
     q = np.array([0.25, 0.4, 0.1, 0.05, 0.2])
     own = np.array([3], np.int32)
@@ -91,7 +91,7 @@ def test_no_values():
 
 
 def test_clustered_error_is_the_spread_of_repeated_experiments():
-    """Tokens that share their context's offset: an error per token would be five times too small."""
+    """Tokens share their context's offset, so that an error per token would be five times too small."""
     rng = np.random.default_rng(0)
 
     def experiment():

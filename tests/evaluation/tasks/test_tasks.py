@@ -1,4 +1,4 @@
-"""Each task on a fake server whose true values are known."""
+"""Each task runs on a fake server whose true values are known."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def test_needle_cells_have_standard_errors_of_their_trials(text, bench, monkeypa
     alone = dataclasses.replace(bench, concurrency=1)
     with FakeServer() as server:
         outcome = needle_task(text, lengths=(400,), depths=(0, 100), trials=4).run(Client(server.url), alone)
-    # Two of four: s / sqrt(n) = sqrt(1 / 3) / 2; of all eight sqrt(2 / 7) / sqrt(8).
+    # Two of four are right: s / sqrt(n) = sqrt(1 / 3) / 2; over all eight, sqrt(2 / 7) / sqrt(8).
     cell, whole = (1 / 3) ** 0.5 / 2, (2 / 7) ** 0.5 / 8**0.5
     assert outcome.row["needle_grid"]["se"] == [[pytest.approx(cell)]] * 2
     assert (outcome.value, outcome.row["needle_400_se"]) == (0.5, pytest.approx(whole))
@@ -229,7 +229,7 @@ def test_unusable_problem_files(tmp_path, bench, content):
 @pytest.mark.parametrize("mark", ["\u2028", "\u2029", "\u0085"], ids=ascii)
 @pytest.mark.parametrize("end", ["\n", "\r\n"], ids=ascii)
 def test_json_lines_end_at_line_feeds_only(tmp_path, mark, end):
-    """JSON allows these inside a string without an escape; ``str.splitlines`` ends a line at most of them."""
+    """JSON allows these characters unescaped in a string, but ``str.splitlines`` ends a line at most of them."""
     objects = [{"question": f"How many?{mark}6 times {n}."} for n in range(3)]
     path = tmp_path / "problems.jsonl"
     path.write_bytes((end.join(json.dumps(one, ensure_ascii=False) for one in objects) + end).encode())
@@ -257,7 +257,7 @@ def test_gsm8k(gsm8k, bench, style):
 
 
 def test_answers_have_lengths_and_the_limit_cuts_some_off(gsm8k, bench):
-    """Tokens of the fake server are characters: each answer has 32."""
+    """Tokens of the fake server are characters, so each answer has 32 tokens."""
     with FakeServer() as server:
         whole = GSM8KTask(gsm8k, shots=0).run(Client(server.url), bench)
         cut = GSM8KTask(gsm8k, shots=0, max_tokens=20).run(Client(server.url), bench)
@@ -301,7 +301,7 @@ class NotMeasured(Exception):
 
 
 def asked_for(words: str, monkeypatch) -> list:
-    """The tasks that these words ask for."""
+    """Returns the tasks that these words select."""
     asked = []
 
     def measure(options, tasks, *more):

@@ -21,7 +21,7 @@ def test_gaussian_rows_want_clipping_and_outliers_that_carry_the_row_none():
         context = RotatedContext.of(LayerRotations(), 0, q, x, x, 0.125, sink=64, recent=256)
         error, size = clip_errors(context, grid=GRID, starts=[576])
         errors.append(error / size)
-    errors += errors[:1] * 4  # most layers are like the first
+    errors += errors[:1] * 4  # make most layers equal to the first
     best = choose_clips(torch.stack(errors), per_layer=True)
     assert [GRID[i] for i in best[0].tolist()] == [0.88, 0.88] and [GRID[i] for i in best[1].tolist()] == [1.0, 1.0]
     common = choose_clips(torch.stack(errors), per_layer=False)

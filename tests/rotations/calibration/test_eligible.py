@@ -65,7 +65,7 @@ def change_config(model, **fields):
 
 
 def own_code(model):
-    """A model whose classes come with it."""
+    """Turns the folder into a model that ships its own classes."""
     (model / "own.py").write_text(CODE + "\n\nclass Model(LlamaForCausalLM):\n    config_class = Config\n")
     code = {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}
     change_config(model, model_type="own", architectures=["InternLM2ForCausalLM"], auto_map=code)
@@ -112,12 +112,12 @@ def test_a_model_with_code_of_its_own(folder, tmp_path):
 
 
 def test_doctor_names_a_command_that_calibrate_takes(folder, tmp_path):
-    """Or says that there is none: with one function for both."""
+    """``kvq doctor`` names a command that ``kvq calibrate`` accepts, or says that there is none."""
     model, text = own_code(folder[0]), folder[1]
     _, shown = kvq("doctor", "--model", model, "--trust-remote-code", "--json")
     assert "--trust-remote-code" in json.loads(shown)["calibrate"]
-    model = Path(shutil.copytree(model, tmp_path / "other"))  # SGLang keeps configs by path
-    change_config(model, auto_map={"AutoConfig": "own.Config"})  # nothing runs it
+    model = Path(shutil.copytree(model, tmp_path / "other"))  # a new folder, because SGLang caches configs by path
+    change_config(model, auto_map={"AutoConfig": "own.Config"})  # no class can run it
     status, shown = kvq("doctor", "--model", model, "--trust-remote-code")
     why = why_not(str(model), AutoConfig.from_pretrained(model, trust_remote_code=True), True)
     assert status == 1, shown

@@ -1,4 +1,4 @@
-"""Threads for PyTorch's work on the CPU follow from what a container may use, not from its host's cores."""
+"""PyTorch's threads on the CPU follow from the CPUs that a container may use, not from its host's cores."""
 
 import contextlib
 import os

@@ -1,4 +1,4 @@
-"""Calibration of models in which only some layers are of full attention: files have those, in their order."""
+"""Calibration of models in which only some layers use full attention: files hold these layers in their order."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def keys_of(model, ids) -> dict[int, torch.Tensor]:
 
 
 def test_a_part_of_each_head_turns_with_its_position(model):
-    """RoPE covers a quarter of head_dim in these models; transformers' code of Qwen 3.5 has one for vision too."""
+    """RoPE covers a quarter of head_dim in these models; transformers' code of Qwen 3.5 also has a RoPE for vision."""
     turn = turn_of(model.config, 64)(1000)
     assert torch.equal(turn[16:, 16:], torch.eye(48, dtype=torch.float64)) and not turn[:16, 16:].any()
     assert not torch.allclose(turn[:16, :16], torch.eye(16, dtype=torch.float64), atol=0.1)
@@ -70,7 +70,7 @@ def test_files_have_the_layers_of_full_attention(model, ids, tmp_path):
 
 
 def test_each_layer_has_its_own_moments(model, ids):
-    """Calibrated with one layer's values made larger, that layer's spectrum grows, and no other's."""
+    """Enlarging one layer's values enlarges that layer's spectrum and no other."""
     before = calibrate(model, ids, SETTINGS).v_eigenvalues
     projection = model.model.layers[FULL[0]].self_attn.v_proj.weight
     projection.data *= 3

@@ -1,4 +1,4 @@
-"""A model that cannot be loaded whole is refused in one line that names what is wrong, and the fix."""
+"""A model that cannot be fully loaded is refused in one line that names the problem and the fix."""
 
 import json
 import shutil
@@ -27,7 +27,7 @@ def whole(tmp_path_factory):
 
 @pytest.fixture
 def folder(whole, tmp_path):
-    """A model's folder to damage."""
+    """Returns a copy of the model's folder that a test may damage."""
     return Path(shutil.copytree(whole, tmp_path / "model"))
 
 
@@ -62,7 +62,7 @@ def test_a_weight_that_is_missing(folder):
 
 
 def test_names_with_a_prefix(folder):
-    """The text part of a larger model has such names: nothing at all would be loaded."""
+    """The text part of a larger model has such names, and no weight would be loaded."""
     change_weights(folder, lambda weights: {f"language_model.{name}": w for name, w in weights.items()})
     refused(folder, "weights not in its files.*; .* weights in its files without a place in the model .language_model")
 
@@ -98,7 +98,7 @@ def test_codes_that_transformers_would_take_for_weights(folder, named, scales):
 
 
 def test_what_the_model_itself_ignores_is_harmless(folder):
-    """Buffers of RoPE that old checkpoints have, and a tied output projection."""
+    """RoPE buffers of old checkpoints, and the weight of a tied output projection, are ignored."""
     buffers = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": torch.ones(32) for i in range(2)}
     change_weights(folder, lambda weights: {**weights, **buffers})
     load_model(str(folder), device="cpu")
@@ -164,7 +164,7 @@ def test_a_file_that_this_user_may_not_read(folder, monkeypatch, name):
             raise PermissionError(13, "Permission denied", str(self))
         return real(self, *args, **kwargs)
 
-    monkeypatch.setattr(Path, "open", denied)  # root, whom tests may run as, could read it
+    monkeypatch.setattr(Path, "open", denied)  # as root, a test could read the file despite its mode
     refused(folder, f"{name}: cannot be read .Permission denied.")
 
 

@@ -1,4 +1,4 @@
-"""Mishaps while ``kvq calibrate`` and related commands run: one line each, nothing lost, no traceback."""
+"""If ``kvq calibrate`` or a related command fails midway, it prints one line and no traceback, and loses nothing."""
 
 import os
 import resource
@@ -39,7 +39,7 @@ def refused(result, match):
 
 @contextmanager
 def disk_with(size):
-    """No file may be larger, as on a disk that is full then."""
+    """Limits the size of files, which simulates a full disk."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
     try:
@@ -88,7 +88,7 @@ def test_outputs_that_cannot_be(model, tmp_path, name):
 
 @pytest.mark.parametrize("command", ["calibrate", "convert"])
 def test_overwriting_takes_rotations_only(model, tmp_path, command):
-    """--overwrite with the wrong folder must not delete what it holds."""
+    """--overwrite with a wrong folder must not delete its content."""
     (tmp_path / "work").mkdir()
     (tmp_path / "work" / "thesis.tex").write_text("years")
     (tmp_path / "file").write_text("years")
@@ -139,7 +139,7 @@ def test_a_gpu_without_the_memory(model, tmp_path, monkeypatch):
 
 @pytest.fixture
 def interruptible():
-    """Makes SIGINT interrupt, as at a terminal. A shell's background job ignores it, and so do its children."""
+    """Makes SIGINT interrupt, as in a terminal; a shell's background jobs and their children ignore it."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)

@@ -1,4 +1,4 @@
-"""An interrupted calibration continues, with the numbers of one that was never interrupted, or says why it cannot."""
+"""An interrupted calibration resumes with the same numbers as an uninterrupted one, or says why it cannot."""
 
 import pytest
 import torch
@@ -56,7 +56,7 @@ def test_it_goes_on_where_it_stopped(ids, tmp_path, stop):
     left = {("moments", 2): 1 + 2, ("clips", 0): 2, ("clips", 1): 1}.get(stop, 0)
     with_gradients = 1 if stop[0] == "sensitivity" else 2
     turned = 2  # a few tokens at the first and at the farthest position
-    assert seen.count("body") == turned + left + with_gradients  # what was done before is not done again
+    assert seen.count("body") == turned + left + with_gradients  # finished work is not repeated
 
 
 @pytest.mark.parametrize("other", ["model", "text", "settings"])

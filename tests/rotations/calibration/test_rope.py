@@ -1,4 +1,4 @@
-"""RoPE of keys and moments: transformers' own rotary embeddings, against the model run at other positions."""
+"""RoPE of keys and moments uses transformers' own rotary embeddings and agrees with the model at other positions."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from sglang_kvq.rotations.maths.moments import MomentSums
 
 
 def test_turns_cover_models_of_other_layouts():
-    """Interleaved pairs and a part of head_dim (GLM), scaled cosines (YaRN)."""
+    """RoPE may have interleaved pairs and cover part of head_dim (GLM), or scale its cosines (YaRN)."""
     from transformers import Glm4Config, LlamaConfig
 
     scaled = LlamaConfig(
@@ -41,7 +41,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def activations(model, ids, position):
-    """q and k of every layer for these tokens from ``position`` on."""
+    """Returns q and k of every layer for these tokens, from ``position`` on."""
     held = []
     with torch.inference_mode(), attention_hook(model, lambda layer, q, k, v, scale: held.append((q, k))):
         model.base_model(ids[None], position_ids=positions(ids, position))
@@ -56,7 +56,7 @@ def test_a_contexts_position_turns_keys_and_leaves_scores(llama, ids):
 
 
 def test_moments_are_those_of_contexts_at_every_position(llama, ids):
-    """The model itself, run at each position, against one run at 0 and ``mean_over_positions``."""
+    """Averages of the model run at each position agree with ``mean_over_positions`` of one run at position 0."""
     spread = first_positions(CalibrationSettings(tokens=1024, context=512), 5, llama.config)
     means = []
     for position in spread:

@@ -1,4 +1,4 @@
-"""Calibration on a random model: rotations, clips and statistics against their definitions."""
+"""Calibration of a random model: rotations, clips and statistics follow their definitions."""
 
 import pytest
 import torch
@@ -31,11 +31,11 @@ def test_calibration_gives_rotations_of_the_model(llama, ids, granularity, compo
 
 
 def test_importance_follows_its_definition(llama, ids):
-    """Eigenvalues of mean QᵀQ and of Vᵀ diag(w) V, computed from one context's activations at once."""
+    """Eigenvalues are those of mean QᵀQ and of Vᵀ diag(w) V, computed directly from one context's activations."""
     held = {}
     with torch.inference_mode(), attention_hook(llama, lambda layer, *x: held.__setitem__(layer, x)):
         llama.base_model(ids[None, :512])
-    settings = CalibrationSettings(**{**SETTINGS, "tokens": 512}, positions=512)  # at the first positions only
+    settings = CalibrationSettings(**{**SETTINGS, "tokens": 512}, positions=512)  # only the first positions
     rotations = calibrate(llama, ids[:512], settings)
     for layer, (q, k, v, _) in held.items():
         q, k, v = (x[:, settings.sink :].double() for x in (q, k, v))

@@ -1,4 +1,4 @@
-"""Sensitivities against the divergence that they approximate."""
+"""Sensitivities agree with the divergence that they approximate."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def sharper_llama(layers=3):
-    """A random model whose attention matters for its logits."""
+    """Returns a random model whose attention affects its logits strongly."""
     model = tiny_llama(layers=layers)
     for layer in model.model.layers:
         layer.self_attn.o_proj.weight.data *= 6
@@ -33,7 +33,7 @@ def test_second_order_is_close_to_the_divergence():
     quantizer = LayerQuantizer(rotations, settings.sink, settings.recent)
     exact = exact_sums(model, ids[:768], range(3), quantizer, first=320)
     found = fisher_sums(model, ids[:768], 3, quantizer, first=320, draws=8, seed=0)
-    assert (exact > 0).all() and exact.max() > 100 * exact.min()  # there is something to tell apart
+    assert (exact > 0).all() and exact.max() > 100 * exact.min()  # the values differ enough to compare
     assert (found / exact).log2().abs().mean() < 0.6, found / exact
     order = exact.flatten().argsort()
     assert (found.flatten()[order].log().diff() > -0.7).all(), found.flatten()[order]

@@ -1,4 +1,4 @@
-"""Settings of a calibration: its text, the parts of it that are used, and the positions that follow."""
+"""Settings of a calibration: its text, the parts of the text that are used, and the resulting positions."""
 
 from dataclasses import replace
 
@@ -77,7 +77,7 @@ def test_bad_texts(tmp_path):
 def test_contexts_spread_over_the_positions_served(llama):
     settings = CalibrationSettings(tokens=4096, context=512)
     assert first_positions(settings, 8, llama.config)[:2] == [0, round(512 * (2 ** (1 / 7) - 1))]
-    assert first_positions(settings, 8, llama.config)[-1] == 1024 - 512  # the model's own
+    assert first_positions(settings, 8, llama.config)[-1] == 1024 - 512  # the model's own last position
     assert first_positions(replace(settings, positions=8192), 8, llama.config)[-1] == 8192 - 512
     assert first_positions(settings, 1, llama.config) == [0]
     with pytest.raises(KVQuantError, match="--positions 100: must be at least one --context, 512"):

@@ -1,4 +1,4 @@
-"""Calibration of transform coding: bases of a model's own text, the output's weight of its values, and importances."""
+"""Calibration of transform coding: bases from the model's text, output weights of values, and importances."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def calibrated(llama, ids) -> Rotations:
 
 
 def activations(model, ids, settings=SETTINGS) -> dict[int, list[torch.Tensor]]:
-    """Per layer q, k, v of all contexts after the sink, float64 ``[heads, tokens, D]``."""
+    """Returns q, k, v of all contexts after the sink, per layer, float64 ``[heads, tokens, D]``."""
     held: dict[int, list[list[torch.Tensor]]] = {}
 
     def keep(layer, q, k, v, scale):
@@ -57,7 +57,7 @@ def activations(model, ids, settings=SETTINGS) -> dict[int, list[torch.Tensor]]:
 
 
 def attended(model, ids, settings=SETTINGS) -> Moments:
-    """Moments of what is attended to in all contexts, layers first."""
+    """Returns moments of the tokens that attention reads in all contexts, layers first."""
     sums = MomentSums(settings.sink)
 
     def add(layer, q, k, v, scale):
@@ -72,7 +72,7 @@ def attended(model, ids, settings=SETTINGS) -> Moments:
 
 
 def random_moments(kv_heads=2, tokens=6000, seed=0) -> tuple[Moments, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of Gaussian activations with a few strong directions and a mean, and q, k, v themselves: one layer."""
+    """Returns one layer's moments of Gaussian activations with a mean and a few strong directions, then q, k and v."""
     generator = torch.Generator().manual_seed(seed)
 
     def rows(heads):
@@ -107,16 +107,16 @@ def test_channels_of_what_is_attended_to_are_independent_and_alike(llama, ids, g
     spread = moments.kk - moments.k_mean[..., :, None] * moments.k_mean[..., None, :]
     for matrices, moment in ((found.k.double(), spread), (found.v.double(), moments.vv)):
         rotated = matrices.mT @ moment @ matrices
-        # A basis in float32 and a covariance as the small difference of a moment and a mean.
+        # The tolerance covers a float32 basis, and a covariance that is a small difference of moment and mean.
         torch.testing.assert_close(rotated, torch.eye(D, dtype=torch.float64).expand_as(rotated), rtol=0, atol=0.02)
 
 
 def test_energies_are_those_of_weighted_errors(calibrated, llama, ids):
-    """An error of one in a channel costs its energy: of keys, the weighted mean square of the scores' change."""
+    """An error of one in a channel costs its energy; for keys, the weighted mean square change of scores."""
     weights, moments = output_weights(llama, ids), attended(llama, ids)
     for reader, moment, energies in (
         (calibrated.q, moments.qq, calibrated.k_energies),
-        (calibrated.o, weights, calibrated.v_energies),  # an error in the basis, e, is e o^T in the model's
+        (calibrated.o, weights, calibrated.v_energies),  # an error e in the basis is e o^T in the model's basis
     ):
         cost = (reader.double().mT @ moment @ reader.double()).diagonal(dim1=-2, dim2=-1)
         torch.testing.assert_close(cost, energies.double(), rtol=1e-2, atol=1e-9)
@@ -143,14 +143,15 @@ def test_the_weight_of_values_is_what_the_projection_makes_of_an_error(llama, id
 def test_far_positions_change_keys_only(llama, ids, calibrated):
     far = calibrate(llama, ids, replace(SETTINGS, positions=1024))
     assert torch.equal(far.v, calibrated.v) and torch.equal(far.o, calibrated.o)
-    # What turns averages to less, and a head's mean is most of these keys: what it loses is theirs.
+    # Rotation by RoPE averages means to less, and a head's mean is most of these keys: the lost mean adds to their
+    # energies.
     assert (far.k_mean.norm(dim=-1) < calibrated.k_mean.norm(dim=-1)).all()
     assert (far.k_energies.sum(-1) > calibrated.k_energies.sum(-1)).all()
 
 
 @pytest.mark.parametrize("widths", [(4, 2, 1, 1), (4, 4, 3, 1), (6, 4, 4, 2)], ids=str)
 def test_the_error_of_scores_is_foreseen(widths):
-    """By energies and table, for the codes that are served: rows in BF16, a gain of their own."""
+    """Energies and the table predict the error of the served codes, whose BF16 rows have a gain each."""
     moments, q, k, v = random_moments()
     found = transform_rotations(moments, torch.eye(D).double().expand(1, 2, D, D), RotationMeta())
     every = torch.tensor([widths])
@@ -183,7 +184,7 @@ def test_foreseen_errors_are_those_that_widths_are_chosen_by(calibrated):
 
 
 def planted(scales):
-    """A model in which one layer's attention moves the output more than another's."""
+    """Returns a model in which one layer's attention affects the output more than another's."""
     model = tiny_llama(layers=len(scales))
     for layer, scale in zip(model.model.layers, scales):
         layer.self_attn.o_proj.weight.data *= scale
@@ -226,11 +227,11 @@ def test_a_quantizer_gives_the_variants_asked_for(calibrated, llama, ids):
     for variant, change in zip(asked, quantizer.delta(1, q, k, v, D**-0.5, asked), strict=True):
         assert torch.equal(change, every[quantizer.variants.index(variant)])
         before, after = change[:, : SETTINGS.sink + SETTINGS.recent], change[:, -1]
-        assert before.abs().max() < 1e-4 * after.abs().max()  # nothing that those tokens read is history
+        assert before.abs().max() < 1e-4 * after.abs().max()  # these tokens read no history
 
 
 def test_exact_attention_is_the_models_own(calibrated, llama, ids):
-    """The mean that keys lose, and the matrices around, change nothing: what quantizers are compared with."""
+    """Removing the keys' mean and applying all matrices changes nothing; quantizers are compared with this."""
     q, k, v = (x.float() for x in activations(llama, ids)[0])
     every = torch.tensor(MEASURED[8]).expand(2, PLANES)
     folded = fold_steps(calibrated.for_worker(range(2), 2, 0, 2), every, every)
@@ -241,7 +242,7 @@ def test_exact_attention_is_the_models_own(calibrated, llama, ids):
 
 
 def test_importance_is_cost_by_foreseen_error(calibrated):
-    """Of three patterns their geometric mean; what costs nothing counts a little, not nothing."""
+    """Importance is the geometric mean over three patterns; a part that costs nothing counts a little, not zero."""
     wanted = torch.tensor([3.0, 0.02], dtype=torch.float64)
     foreseen = torch.stack(
         [coded_error(calibrated.k_energies, torch.tensor(widths)) for widths in MEASURED.values()], 1
@@ -317,7 +318,7 @@ def renamed(model, name):
 
 
 def _forward(attention, name, *args, **kwargs):
-    """The attention's own forward pass, with its projection under the name that it knows."""
+    """Runs the attention's own forward pass, with its projection under the name that the class expects."""
     attention.o_proj = getattr(attention, name)
     try:
         return type(attention).forward(attention, *args, **kwargs)

@@ -25,7 +25,7 @@ SIZES = dict(
     eos_token_id=1,
     pad_token_id=1,
 )
-#: Much shorter than a context: a model that applied it would have other moments.
+#: Much shorter than a context: a model that applied this window would have other moments.
 WINDOW = 100
 LONG = {"type": "longrope", "short_factor": [1.0] * 32, "long_factor": [1.0 + 0.4 * i for i in range(32)]}
 MODELS = {

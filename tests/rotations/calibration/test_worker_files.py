@@ -1,4 +1,4 @@
-"""Sums of tensor-parallel workers become one model's: heads split, replicated and in pipeline stages."""
+"""Sums of tensor-parallel workers are joined into one model's: heads split, replicated, or in pipeline stages."""
 
 import pytest
 import torch
@@ -12,14 +12,14 @@ KV_HEADS, GROUP, DIM, SKIP = 2, 4, 64, 16
 
 @pytest.fixture
 def activations():
-    """Per layer q, k, v of one context."""
+    """Returns q, k, v of one context per layer."""
     generator = torch.Generator().manual_seed(0)
     shapes = [(KV_HEADS * GROUP, 128, DIM), (KV_HEADS, 128, DIM), (KV_HEADS, 128, DIM)]
     return [[torch.randn(shape, generator=generator).bfloat16() for shape in shapes] for _ in range(2)]
 
 
 def workers(folder, activations, size, stages=((0, 1),), contexts=1):
-    """What ``size`` ranks write; with more ranks than KV heads each head lies on several."""
+    """Writes the files of ``size`` ranks; with more ranks than KV heads, several ranks hold each head."""
     for stage in stages:
         for rank in range(size):
             sums = MomentSums(SKIP)
@@ -41,7 +41,7 @@ def test_ranks_join_to_the_whole(tmp_path, activations, size, stages):
         whole.add(layer, q, k, v)
     joined = read_sums(tmp_path, 1, SKIP).mean(2, 1, shared=False)
     for name, found, expected in zip(MOMENTS, joined, whole.mean(2, 1, shared=False)):
-        if name == "vv" and size > KV_HEADS:  # each replica weighs by its own queries
+        if name == "vv" and size > KV_HEADS:  # each replica weighs with its own queries
             assert (found - expected).norm() < 0.2 * expected.norm()
         else:
             torch.testing.assert_close(found, expected)

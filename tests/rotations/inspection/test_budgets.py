@@ -1,4 +1,4 @@
-"""The recommended budget: which one on planted tables, on which text, how it is measured, stored and shown."""
+"""The recommended budget: its choice on given tables, its text, and how it is measured, stored and shown."""
 
 import json
 from dataclasses import replace
@@ -33,7 +33,7 @@ SETTINGS = CalibrationSettings(
 
 
 def planted(kl, error=0.0, int4=0.001):
-    """Budgets 1, 2, ... of these divergences."""
+    """Returns a table with budgets 1, 2, ... and these divergences."""
     errors = error if isinstance(error, list) else [error] * len(kl)
     rows = [
         Measured("transform", i + 1.0, i + 1.0, 16 / (i + 1), x, e, 0.9, 0.01)
@@ -45,13 +45,13 @@ def planted(kl, error=0.0, int4=0.001):
 @pytest.mark.parametrize(
     "kl, error, int4, expected",
     [
-        ([0.5, 0.1, 0.019, 0.005], 0.0, 0.001, 3),  # 0.02 nats are little enough, whatever int4's are
+        ([0.5, 0.1, 0.019, 0.005], 0.0, 0.001, 3),  # 0.02 nats are little enough, whatever int4 costs
         ([0.5, 0.1, 0.021, 0.005], 0.0, 0.001, 4),
-        ([0.5, 0.1, 0.06, 0.02], 0.0, 0.04, 3),  # 1.5 times int4's, which is more than that
+        ([0.5, 0.1, 0.06, 0.02], 0.0, 0.04, 3),  # 1.5 times int4's, which is more than 0.02
         ([0.5, 0.1, 0.061, 0.02], 0.0, 0.04, 4),
-        ([0.5, 0.1, 0.019, 0.005], [0.0, 0.0, 0.002, 0.0], 0.001, 4),  # within, but not surely
+        ([0.5, 0.1, 0.019, 0.005], [0.0, 0.0, 0.002, 0.0], 0.001, 4),  # within the limit, but not by its error
         ([0.5, 0.1, 0.018, 0.005], [0.0, 0.0, 0.002, 0.0], 0.001, 3),
-        ([0.5, 0.015, 0.03, 0.005], 0.0, 0.001, 4),  # a dip below what costs more is luck
+        ([0.5, 0.015, 0.03, 0.005], 0.0, 0.001, 4),  # a low value before a higher one is luck
         ([0.01, 0.005, 0.003, 0.001], 0.0, 0.001, 1),
         ([0.5, 0.4, 0.3, 0.2], 0.0, 0.1, None),
         ([0.5, 0.01, 0.01, float("nan")], 0.0, 0.001, None),
@@ -60,7 +60,7 @@ def planted(kl, error=0.0, int4=0.001):
 def test_the_least_budget_surely_within_the_limit(kl, error, int4, expected):
     found = planted(kl, error, int4)
     assert found.recommended == expected
-    # The order of the rows is nothing to it.
+    # The order of the rows does not matter.
     assert replace(found, budgets=found.budgets[::-1]).recommended == expected
     text = recommendation(found)
     assert (f"--kv-quant-bits {expected}," in text) if expected else ("not even at 4 bits" in text)
@@ -75,7 +75,7 @@ def test_held_out_contexts_are_disjoint_from_those_drawn(seed, tokens, drawn, co
     try:
         starts = held_out_starts(tokens, settings, held_out)
     except KVQuantError:
-        assert tokens - 512 * drawn < (drawn + contexts) * 512  # gaps may be too small for what they hold together
+        assert tokens - 512 * drawn < (drawn + contexts) * 512  # each gap may be too small
         return
     assert len(starts) == contexts and min(starts) >= 0 and max(starts) + 512 <= tokens
     seen = [i for start in starts for i in range(start, start + 512)]
@@ -111,7 +111,7 @@ def measured(llama, ids):
 
 
 def sharp(model):
-    """The same, sure of its next tokens: of a random model's even distributions nothing is left to diverge."""
+    """Returns a model that is sure of its next tokens, because even distributions have little to diverge."""
     from copy import deepcopy
 
     model = deepcopy(model)
@@ -151,11 +151,11 @@ def test_what_was_measured_is_stored_beside_the_rotations(tmp_path, measured):
     again, _ = read_local(tmp_path / "mine")
     assert stored(again) is None
     store(planted([0.5, 0.01]), tmp_path / "mine")
-    store(found, tmp_path / "mine")  # in its place
+    store(found, tmp_path / "mine")  # replaces the stored table
     after, _ = read_local(tmp_path / "mine")
     assert stored(after) == found and after.meta == again.meta
     text = (tmp_path / "mine" / "config.json").read_text()
-    assert text.count('\n      {"method": "transform"') == 3  # a line for each
+    assert text.count('\n      {"method": "transform"') == 3  # one line per row
     config = json.loads(text)
     kept = config.pop("divergence")
     assert config == before and kept["recommended_bits"] == found.recommended and kept["limit"] == found.limit

@@ -1,4 +1,4 @@
-"""KL divergence of a fake-quantized model: what counts, and what rotations are for."""
+"""KL divergence of a fake-quantized model: which tokens count, and that rotations reduce it."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ def test_kl_counts_the_quantized_history_only(llama, ids):
 
 @pytest.mark.slow
 def test_kl_of_oscar_hadamard_and_int2(model):
-    """On a trained model a learned rotation beats a fixed one beats none."""
+    """On a trained model, a learned rotation beats a fixed one, which beats none."""
     from pydoc_data.topics import topics  # English text that every Python has and no calibration here has seen
 
     network, tokenizer = load_model(str(model), device="cpu")

@@ -1,4 +1,4 @@
-"""What budgets are foreseen to cost: by the widths chosen, and at least."""
+"""The predicted cost of budgets, for the chosen widths and as a lower bound."""
 
 from dataclasses import replace
 from math import log10
@@ -21,7 +21,7 @@ def test_no_budget_costs_less_than_the_bound(seed, decades):
     assert [row.budget for row in rows] == list(BUDGETS)
     for row in rows:
         assert 0 < row.bound < row.nats and row.bits <= row.budget
-        assert 8 / 64 < row.gap_bits < row.budget  # at least the gain's
+        assert 8 / 64 < row.gap_bits < row.budget  # at least the bits of the gain
         assert row.gap_db == pytest.approx(10 * log10(row.nats / row.bound)) and row.gap_db > 0
     bounds, nats = [row.bound for row in rows], [row.nats for row in rows]
     assert bounds == sorted(bounds, reverse=True) and nats == sorted(nats, reverse=True)
@@ -40,7 +40,7 @@ def test_the_foreseen_error_is_the_sum_over_channels():
 
 
 def test_equal_channels_are_bound_by_a_rate_each():
-    """Where nothing is gained by unequal bits, R bits leave 4^-R of every channel."""
+    """If unequal bits gain nothing, R bits leave 4^-R of every channel."""
     rotations = random_transform(layers=2)
     one = torch.ones_like(rotations.k_energies)
     meta = replace(rotations.meta, importance={"k": [2.0, 2.0], "v": [2.0, 2.0]})

@@ -1,4 +1,4 @@
-"""Errors by layer and head, against their definition."""
+"""Errors by layer and head agree with their definition."""
 
 import pytest
 import torch
@@ -9,14 +9,14 @@ from tests.rotations.helpers import tiny_llama
 
 
 def attend(rows, keys, values):
-    """Of the page of queries at 448."""
+    """Attends with the page of queries that begins at token 448."""
     mask = torch.ones(64, 512, dtype=torch.bool).tril(448)
     scores = (rows @ keys.T * 0.125).masked_fill(~mask, -torch.inf)
     return scores.softmax(-1) @ values
 
 
 def mixed(exact, old):
-    """One head with history read as ``old`` ``[pages, 64, D]``."""
+    """Returns one head's keys or values with the history read as ``old`` ``[pages, 64, D]``."""
     return torch.cat([exact[:64], old.flatten(0, 1)[64:192].bfloat16().float(), exact[192:]])
 
 

@@ -1,4 +1,4 @@
-"""``kvq inspect``: tables that fit a terminal, the same as JSON, and the picture."""
+"""``kvq inspect`` prints tables that fit a terminal, the same values as JSON, and a picture."""
 
 import builtins
 import io
@@ -41,7 +41,7 @@ def inspect(*arguments, stream="output"):
 
 
 def whole(lines, *headers):
-    """Nothing is wider than 80 columns, and no word of a header is cut."""
+    """Checks that no line is wider than 80 columns and that no word of a header is cut."""
     assert max(map(len, lines)) <= 80 and "…" not in "".join(lines), lines
     words = " ".join(lines).split()
     assert all(word in words for header in headers for word in header.split()), lines
@@ -74,7 +74,7 @@ def test_transform_coding_shows_gains_and_widths(tmp_path):
     rotations = random_transform(layers=3)
     save_rotations(rotations, tmp_path / "mine", kv_heads=2)
     output = inspect(tmp_path / "mine", "--plot", tmp_path / "plot.png")
-    lines = [line for line in output.splitlines() if str(tmp_path) not in line]  # as long as the test's own folder
+    lines = [line for line in output.splitlines() if str(tmp_path) not in line]  # lines with its path may be long
     whole(lines, "layer", "gain K dB V", "weight", "bits")
     assert "clip" not in output and "coding gain   K " in output and (tmp_path / "plot.png").stat().st_size
     found = json.loads(inspect(tmp_path / "mine", "--json", stream="stdout"))

@@ -1,4 +1,4 @@
-"""``kvq zoo``: a table that fits a terminal, details, and JSON."""
+"""``kvq zoo`` prints a table that fits a terminal, details, and JSON."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Moments of what attention reads, by their definition; and that an error there costs what they say."""
+"""Moments of the tokens that attention reads follow their definition, and errors there cost as much as they predict."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ SCALE = D**-0.5
 
 @pytest.fixture
 def activations() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """q, k, v: 4 query heads that read 2 KV heads, whose keys have a mean."""
+    """Returns q, k, v: 4 query heads that read 2 KV heads, whose keys have a mean."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(heads, T, D, generator=generator) for heads in (4, 2, 2))
     return 2 * q, k + torch.randn(2, 1, D, generator=generator), v
 
 
 def pairs(q, k, v):
-    """Of every query of a KV head and key of its history: p^2, and that times |v - o|^2."""
+    """Yields p^2, and p^2 times |v - o|^2, for every query of a KV head and every key of its history."""
     for query_head in range(4):
         head = query_head // 2
         for n in range(T):
@@ -60,7 +60,7 @@ def test_blocks_of_queries_add_up(activations, monkeypatch):
 
 
 def test_errors_of_values_cost_what_the_weights_say(activations):
-    """Independent errors of equal size, of the tokens that most is paid to and of all others."""
+    """Independent errors of equal size cost what the weights predict, on the most attended tokens and on all others."""
     q, k, v = activations
     context = RotatedContext(*activations, SCALE, SINK, RECENT)
     weights = torch.zeros(2, T, dtype=torch.float64)
@@ -93,7 +93,7 @@ def test_small_errors_of_keys_cost_what_the_weights_say(activations):
 
 def test_a_head_that_reads_no_history_has_all_tokens_alike(activations):
     q, k, v = activations
-    k[0, :SINK] = 40 * q[:2].mean((0, 1))  # its sinks have all attention
+    k[0, :SINK] = 40 * q[:2].mean((0, 1))  # the head's sinks get all attention
     q[:2] = q[:2].abs() * k[0, 0].sign()
     q[:2] *= 1000
     found, plain = attended_moments(q, k, v, SCALE, sink=SINK, recent=RECENT), context_moments(q, k, v, SINK)

@@ -1,4 +1,4 @@
-"""From second moments to matrices of keys, queries and values: definitions, and what each composition buys."""
+"""From second moments to matrices of keys, queries and values: definitions, and the gain of each composition."""
 
 import pytest
 import torch
@@ -41,7 +41,7 @@ def test_offset_composition_stores_a_common_part_for_free():
 
 
 def outliers(generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys that hold most where queries ask least, as with Qwen2.5's biases: float64 ``[512, 64]`` each."""
+    """Returns q and k, float64 ``[512, 64]``: keys are large where queries are small, as in Qwen2.5."""
     spread = torch.logspace(-0.8, 0.8, 64, dtype=torch.float64)
     mix = torch.linalg.qr(torch.randn(64, 64, dtype=torch.float64, generator=generator))[0]
     q, k = (torch.randn(512, 64, dtype=torch.float64, generator=generator) for _ in "qk")
@@ -75,7 +75,7 @@ def test_balance_keeps_scores_and_makes_them_exacter():
 
 
 def test_what_the_zero_point_stores_is_stretched():
-    """A constant part of keys, as with biases: its direction's codes must not be what spoils scores."""
+    """The direction of a constant part of keys, as from biases, is stretched, so that its codes do not spoil scores."""
     generator = torch.Generator().manual_seed(4)
     q, k = (torch.randn(512, 64, dtype=torch.float64, generator=generator) for _ in "qk")
     direction = torch.nn.functional.normalize(torch.randn(64, dtype=torch.float64, generator=generator), dim=0)

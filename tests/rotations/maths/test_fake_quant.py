@@ -1,4 +1,4 @@
-"""Attention with rotated, fake-quantized keys and values, against its definition query by query."""
+"""Attention with rotated, fake-quantized keys and values agrees with its definition, query by query."""
 
 from dataclasses import replace
 
@@ -25,7 +25,7 @@ def rotated(rotations, **options):
 
 
 def test_history_is_what_lies_between_sink_and_window():
-    """Row by row: a query of page p reads tokens from ``SINK`` to the beginning of page p less ``RECENT`` as given."""
+    """A query of page p reads fake-quantized tokens from ``SINK`` to the start of page p minus ``RECENT``."""
     context = rotated(LayerRotations())
     old_k, old_v = (round_trip(x, 2, 0.9) for x in (context.k, context.v))
     found = context.output(old_k, old_v)
@@ -79,7 +79,7 @@ def test_what_is_stored_is_bf16_and_queries_on_demand():
 
 
 def test_transform_coding_reads_what_plain_attention_does():
-    """Exact keys and values: a mean off all keys and matrices that undo each other change no output."""
+    """With exact keys and values, removing the keys' mean and applying matrices that cancel changes no output."""
     rotations = random_transform().whole()
     q, k, v = activations()
     want = causal_attention(*(x.float() for x in (q, k, v)), SCALE)

@@ -1,4 +1,4 @@
-"""Moments of a text by their definition, kept through a checkpoint, and carried to other positions."""
+"""Moments of a text follow their definition, survive a checkpoint, and are converted to other positions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SKIP, T, D = 8, 96, 64
 
 @pytest.fixture
 def activations():
-    """q, k, v of two contexts: 4 query heads that read 2 KV heads, whose keys have a mean."""
+    """Returns q, k, v of two contexts: 4 query heads that read 2 KV heads, whose keys have a mean."""
     generator = torch.Generator().manual_seed(0)
     return [[torch.randn(heads, T, D, generator=generator) + 2 * (heads == 2) for heads in (4, 2, 2)] for _ in range(2)]
 
@@ -28,7 +28,7 @@ def sums_of(contexts, layers=1) -> MomentSums:
 
 
 def weighted(q, k, v):
-    """Values' moment of one context, by how much the scores of its queries vary with a token."""
+    """Returns the values' moment of one context, weighted by how much the scores of its queries vary with a token."""
     q, k, v = (x[:, SKIP:].double() for x in (q, k, v))
     qq = torch.stack([sum(x.T @ x for x in q[2 * h : 2 * h + 2]) for h in range(2)])
     w = torch.einsum("htd,hde,hte->ht", k, qq, k)
@@ -75,7 +75,7 @@ def test_means_at_other_positions_are_those_of_turned_keys():
     turned = torch.stack([keys @ turn(place) for place in places], 1).flatten(1, 2)
     found = keys.mean(1) @ (sum(map(turn, places)) / len(places))
     torch.testing.assert_close(found, turned.mean(1))
-    # A covariance about it: what is left of a moment when the mean of all positions is taken off all keys.
+    # The covariance about that mean: the moment of all keys after subtracting the mean over all positions.
     moment = mean_over_positions(keys.mT @ keys / 50, turn, places)
     apart = turned - found[:, None]
     torch.testing.assert_close(moment - found[..., None] * found[:, None], apart.mT @ apart / 150)

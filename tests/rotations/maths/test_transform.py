@@ -1,4 +1,4 @@
-"""Transform coding against its theory: inverses, errors of scores, bits by exhaustive search, the bound."""
+"""Transform coding agrees with its theory: inverses, errors of scores, bits by exhaustive search, the bound."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ D = 64
 
 
 def moment(*shape: int, spread: float = 2.0) -> torch.Tensor:
-    """Random positive definite matrices with energies over ``spread`` decades."""
+    """Returns random positive definite matrices with energies over ``spread`` decades."""
     u = torch.linalg.qr(torch.randn(*shape, D, D, dtype=torch.float64))[0]
     return u * torch.logspace(0, -spread, D, dtype=torch.float64) @ u.mT
 
@@ -60,7 +60,7 @@ def gaussian(covariance: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def scaled(basis: Basis, widths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """A basis with the quantizers' steps folded in, float32 ``[..., D, D]`` each."""
+    """Returns a basis with the quantizers' steps folded in, float32 ``[..., D, D]`` each."""
     steps = torch.tensor(STEPS, dtype=torch.float64)[widths]
     unit = basis.energies.sqrt() * steps.repeat_interleave(D // PLANES, dim=-1)
     return (basis.encode / unit[..., None, :]).float(), (basis.decode * unit[..., :, None]).float()
@@ -90,7 +90,7 @@ def test_scaling_makes_every_channels_step_one():
 
 @pytest.mark.parametrize("widths", [(6, 3, 2, 1), (4, 3, 1, 0), (4, 4, 4, 4)], ids=str)
 def test_the_error_of_scores_is_what_the_table_says(widths):
-    """At gain 1, on Gaussian keys; at the row's own gain it is within a factor."""
+    """The table gives the error at gain 1 on Gaussian keys; with the rows' own gains it is within a factor."""
     c, w = moment(), moment()
     basis, keys = coding_basis(c, w), gaussian(c, 20000)
     encode, decode = (x.double() for x in scaled(basis, torch.tensor(widths)))
@@ -111,7 +111,7 @@ def test_the_error_of_scores_is_what_the_table_says(widths):
 
 
 def test_bits_where_the_energy_is_beat_equal_bits():
-    """By what the coding gain says: at 2 bits more than 5 dB here, of the basis's 6.6 by energies alone."""
+    """At 2 bits, unequal widths gain more than 5 dB here; the basis's coding gain is 6.6 dB by energies alone."""
     c, w = moment(), moment()
     keys, basis = gaussian(c, 8000), coding_basis(c, w)
     mixed = Basis(
@@ -140,7 +140,7 @@ def test_patterns_never_rise():
 
 
 def planted(layers: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Costs of keys and values in layers of very different energies."""
+    """Returns costs of keys and values for layers with very different energies."""
     energies = torch.rand(2, layers, PLANES, dtype=torch.float64).sort(-1, descending=True).values
     energies *= torch.logspace(0, 3, layers, dtype=torch.float64)[:, None]
     k, v = energies @ torch.tensor(DISTORTION, dtype=torch.float64)[torch.tensor(PATTERNS)].T
@@ -153,12 +153,12 @@ def cost_of(costs: tuple[torch.Tensor, torch.Tensor], chosen: list) -> float:
 
 @pytest.mark.parametrize("budget", [1.0, 1.4, 1.6, 2.25, 3.9, 4.0])
 def test_widths_are_near_the_best_of_all(budget):
-    """Against every combination of two layers: never better, within the budget, and as good as the hull allows."""
+    """No combination of widths for two layers is better within the budget by more than the hull allows."""
     costs = planted(2)
     found = choose_widths(*costs, budget)
     total = sum(sum(k) + sum(v) for k, v in found)
     assert total / (2 * 2 * PLANES) <= budget + 1e-9
-    # Of each part the least cost at each of its sizes is enough.
+    # For each part, the least cost at each of its sizes suffices.
     sizes = range(2, 17, 2)
     best = {bits: [min(float(c[n]) for n, p in enumerate(PATTERNS) if sum(p) == bits) for x in costs for c in x]
             for bits in sizes}  # fmt: skip
@@ -186,7 +186,7 @@ def test_more_bits_never_cost_more():
 
 
 def test_the_bound_is_reverse_water_filling():
-    """Against bisection of the water's level; below what the tables of uniform quantizers give."""
+    """The bound agrees with bisection of the water level, and lies below the tables of uniform quantizers."""
     energies = torch.logspace(2, -4, 50, dtype=torch.float64)
     rates = [0.0, 0.01, 0.5, 1.0, 2.5, 6.0]
     for rate, found in zip(rates, rate_distortion(energies, rates), strict=True):

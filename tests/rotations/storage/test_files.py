@@ -1,4 +1,4 @@
-"""Round trips, and an error that names the value and the fix for every way a rotation folder can be wrong."""
+"""Rotation folders survive a round trip, and every way to be wrong gives an error that names the value and the fix."""
 
 import hashlib
 import json
@@ -82,7 +82,7 @@ def test_hash_is_not_copied_into_another_file(native, tmp_path):
 
 @pytest.fixture
 def reads(monkeypatch):
-    """Folders whose tensors were read and checked, one entry each time."""
+    """Lists the folders whose tensors were read and checked, with one entry for each time."""
     found, original = [], files._load
     monkeypatch.setattr(files, "_load", lambda place, *model: found.append(place) or original(place, *model))
     return found
@@ -199,7 +199,7 @@ def test_bad_values_name_layer_and_head(published, tensor, value, word):
 
 
 def balanced_rotations() -> Rotations:
-    """Keys' matrices are not orthogonal; queries' undo them."""
+    """Returns rotations whose key matrices are not orthogonal; those of queries undo them."""
     rotations = random_rotations(heads=2)
     scale = torch.logspace(-1, 1, rotations.k.shape[-1])
     return replace(rotations, k=rotations.k * scale, q=rotations.k / scale)
@@ -248,7 +248,7 @@ def test_transform_codings_parts_come_back(tmp_path):
 
 
 def test_a_worker_gets_its_own_outputs_and_means(tmp_path):
-    """Means in the basis of rotated keys: keys less their mean, rotated, are rotated keys less the mean."""
+    """A worker's means are in the basis of rotated keys: subtracting them before or after rotation is the same."""
     rotations = random_transform(layers=3, heads=4)
     worker = rotations.for_worker(range(1, 3), kv_heads_total=4, head_start=2, head_count=2)
     assert torch.equal(worker.o, rotations.o[1:, 2:]) and worker.o.is_contiguous()
@@ -271,8 +271,9 @@ def test_matrices_that_change_attention_name_layer_and_head(tmp_path, reader):
 
 
 def test_the_worst_basis_that_calibration_makes_is_exact_enough():
-    """Keys have most where queries ask least, by as much as ``FLOOR`` lets them: every channel is as energetic as any
-    other, and mixes what is coded coarsely with what is coded finely.
+    """Keys are largest where queries are smallest, as far as ``FLOOR`` allows.
+
+    Every channel is then equally energetic, and mixes directions that are coded coarsely with finely coded ones.
     """
     u = torch.linalg.qr(torch.randn(64, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(0))).Q
     asked = torch.where(torch.arange(64) < 32, 1.0, FLOOR).double()

@@ -1,4 +1,4 @@
-"""Damaged and odd rotation folders: each is loaded and shown, or refused in one line, never with a traceback."""
+"""Damaged and odd rotation folders are loaded and shown, or refused in one line, never with a traceback."""
 
 import copy
 import hashlib
@@ -50,7 +50,7 @@ TENSORS = st.builds(
 
 
 def survives(folder: Path) -> None:
-    """Load, show and describe what is in a folder."""
+    """Checks that a folder is loaded and shown, or refused in at most one line."""
     for read in (
         lambda: read_rotations(folder),
         lambda: (load_rotations(folder, **GEOMETRY, numbers=LayerNumbers((0, 1), 2)), 2),
@@ -66,7 +66,7 @@ def survives(folder: Path) -> None:
 
 
 def show(rotations: Rotations, kv_heads: int | None) -> None:
-    """All that commands print of them, and the formats that they give a server."""
+    """Runs everything that commands print about rotations, and resolves a server's formats from them."""
     with Console(width=80).capture():
         Console(width=80).print(*tables.report(rotations, kv_heads, None, verbose=True))
     (json.dumps(tables.to_json(rotations, kv_heads, None)) + model_card(rotations, kv_heads)).encode()
@@ -75,7 +75,7 @@ def show(rotations: Rotations, kv_heads: int | None) -> None:
 
 
 def places(value, path=()):
-    """Where something lies in nested lists and dicts."""
+    """Yields the paths of all values in nested lists and dicts."""
     yield path
     for key, inner in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
         if not (isinstance(value, list) and key > 2):
@@ -83,7 +83,7 @@ def places(value, path=()):
 
 
 def changed(value, path, new, remove):
-    """A copy of nested lists and dicts with ``new`` at ``path``, or nothing there."""
+    """Returns a copy of nested lists and dicts with ``new`` at ``path``, or without that entry."""
     if not path:
         return new
     value = copy.copy(value)
@@ -98,7 +98,7 @@ def changed(value, path, new, remove):
 
 @pytest.fixture(scope="module")
 def natives(tmp_path_factory):
-    """Folders of our layout, of every version."""
+    """Returns a folder with rotations in our layout, one subfolder per version."""
     root = tmp_path_factory.mktemp("natives")
     save_rotations(random_rotations(), root / "1", kv_heads=2)
     save_rotations(random_rotations(balanced=True), root / "2", kv_heads=2)
@@ -172,7 +172,7 @@ def test_any_document_in_a_pt_file(data):
 @SETTINGS
 @given(st.data())
 def test_any_bytes(natives, data):
-    """Flipped, cut and inserted bytes in every kind of file."""
+    """Bytes are flipped, cut and inserted in every kind of file."""
     with tempfile.TemporaryDirectory() as made:
         folder = Path(shutil.copytree(natives / "1", Path(made) / "rotations"))
         if data.draw(st.booleans()):

@@ -1,4 +1,4 @@
-"""The hub, faked: finding a folder in a repo, downloads, the cache when offline, uploads."""
+"""A fake hub: finding a folder in a repository, downloads, the cache when offline, uploads."""
 
 import json
 import shutil
@@ -28,7 +28,7 @@ def pair(folder):
 
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
-    """A hub of one repo ``org/zoo`` in a folder. ``hub.online`` and ``hub.cached`` say what answers."""
+    """Fakes a hub with one repository ``org/zoo`` in a folder; ``hub.online`` and ``hub.cached`` say what answers."""
 
     class Hub:
         root, online, cached, token, asked, uploads = tmp_path / "repo", True, False, "hf_x", [], []

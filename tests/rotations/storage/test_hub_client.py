@@ -1,4 +1,4 @@
-"""The real hub client, in a process of its own: revisions, what does not exist, no network, what the cache gives."""
+"""The real hub client in a separate process: revisions, missing names, no network, and the cache."""
 
 import json
 import os
@@ -21,7 +21,7 @@ ZOO = "Zhongzhu/OSCAR-RotationZoo"
 
 @pytest.fixture(scope="module")
 def hub(tmp_path_factory):
-    """A hub whose folder ``model/tagged`` got files per head after tag v1; its address and what it was asked."""
+    """Serves a hub whose folder ``model/tagged`` got files per head after tag v1; yields address and requests."""
     old, new = tmp_path_factory.mktemp("old"), tmp_path_factory.mktemp("new")
     for root in (old, new):
         write(root / "model" / "tagged", SHARED, [0, 1])
@@ -33,7 +33,7 @@ def hub(tmp_path_factory):
 
 
 def inspect(location, cache, endpoint="http://127.0.0.1:1", offline=False):
-    """``kvq inspect --json``: its output, or the error's text."""
+    """Runs ``kvq inspect --json`` and returns its output, or the error's text."""
     environment = {k: v for k, v in os.environ.items() if "proxy" not in k.lower()} | {
         "HF_HUB_CACHE": str(cache), "HF_ENDPOINT": endpoint, "HF_HUB_OFFLINE": str(int(offline)),
         "HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_DISABLE_XET": "1",
@@ -102,7 +102,7 @@ def test_offline_names_what_the_cache_has(tmp_path):
 
 
 def test_a_cache_with_the_older_shared_files_only(tmp_path):
-    """Qwen3-30B-A3B is published per head, and useless without."""
+    """Qwen3-30B-A3B is published per head and must not be loaded from shared files alone."""
     lay_out(tmp_path, ZOO, "Qwen3-30B-A3B", write(tmp_path / "made", SHARED, [0, 1]))
     text = inspect(f"{ZOO}/Qwen3-30B-A3B", tmp_path, offline=True)
     assert "only the shared ones are here" in text and f"and {PER_HEAD[1]} are needed" in text
@@ -128,7 +128,7 @@ print(json.dumps([locate_rotations(method, model, config), meta.source, meta.fil
     ("Qwen/Qwen3-8B", f"{ZOO}@{COMMIT}"),
 ])  # fmt: skip
 def test_the_quick_starts_model_finds_its_published_rotations(tmp_path, model, flag):
-    """A repository alone means its folder for the model, at that revision."""
+    """A repository without a folder means its folder for the model, at the given revision."""
     folder, source = "Qwen3-8B/seq20000_prompt83_group128", real_files("qwen3-8b")
     lay_out(tmp_path, ZOO, folder, source)
     environment = os.environ | {"HF_HUB_CACHE": str(tmp_path), "HF_HUB_OFFLINE": "1"}

@@ -16,7 +16,7 @@ from sglang_kvq.rotations.storage.files import convert_rotations, load_once, rea
 from tests.rotations.published_files import HADAMARD, PER_HEAD, PLAIN, SHARED, document, real_files, rotation, write
 
 GEOMETRY = dict(layers=2, kv_heads=2, head_dim=64)
-#: A hybrid of 6 layers, every third of which is of full attention, and its rotations' keywords.
+#: A hybrid of 6 layers, every third of which uses full attention, and the keyword arguments for its rotations.
 HYBRID = dict(**GEOMETRY, numbers=LayerNumbers((2, 5), 6))
 HYBRID_CONFIG = dict(
     architectures=["Qwen3NextForCausalLM"], num_hidden_layers=6, full_attention_interval=3, num_attention_heads=4,
@@ -54,7 +54,7 @@ def test_real_files_are_read_whole_and_in_order(model):
 
 
 def test_a_real_hybrids_config_takes_its_file():
-    """Qwen3.5-4B's layers of full attention, as its config gives them."""
+    """The layers with full attention come from Qwen3.5-4B's config."""
     text = dict(
         num_hidden_layers=32, num_attention_heads=16, num_key_value_heads=4, head_dim=256, hidden_size=2560,
         layer_types=(["linear_attention"] * 3 + ["full_attention"]) * 8,
@@ -69,7 +69,7 @@ def test_a_real_hybrids_config_takes_its_file():
 
 @pytest.mark.parametrize("keys", [[2, 5], ["2", "5"], [5, 2], [0, 1], ["1", "0"], range(6)], ids=str)
 def test_a_hybrids_layers_are_taken_by_number(tmp_path, keys):
-    """The model's own numbers, or numbers of the layers that have a cache, or all of the model's layers."""
+    """Keys may be the model's layer numbers, numbers of the layers that have a cache, or all of the model's layers."""
     write(tmp_path, SHARED, keys)
     wanted = [0, 1] if sorted(map(int, keys)) == [0, 1] else [2, 5]
     wanted = [str(i) for i in wanted] if isinstance(keys[0], str) else wanted
@@ -136,7 +136,7 @@ def test_every_name_is_read(tmp_path, names):
 
 @pytest.mark.parametrize("beside", [SHARED, PLAIN, HADAMARD], ids=lambda names: names[0])
 def test_matrices_per_head_go_before_shared_ones(tmp_path, beside):
-    """Shared ones cost Qwen3-30B-A3B a quarter of its GPQA score."""
+    """Shared matrices cost Qwen3-30B-A3B a quarter of its GPQA score."""
     write(tmp_path, beside, [0, 1])
     write(tmp_path, PER_HEAD, [0, 1], heads=2, version=2, seed=5)
     loaded = load_rotations(tmp_path, **GEOMETRY)
@@ -263,7 +263,7 @@ SPECTRA = {
 }
 SHAPE = r"rotation of layer 1 has shape \[32, 32\], expected \[64, 64\]"
 VERSION = "format_version .*; of published rotations, this sglang-kvq reads versions 1"
-#: Changed fields of layer 1's entry or of the whole document, and what is said of them.
+#: Changed fields of layer 1's entry or of the whole document, and the resulting message.
 DOCUMENTS = {
     **{name: ({}, dict(eigenvalues=change), problem) for name, (change, problem) in SPECTRA.items()},
     "another shape": ({}, dict(rotation=lambda r: rotation(32)), SHAPE),

@@ -45,7 +45,7 @@ def test_a_fine_tune_is_told_of_its_base():
 
 
 def test_transform_codings_rotations_lie_beside_others(tmp_path, monkeypatch):
-    """Each method finds its own, whatever the folders are called; only those of others are published."""
+    """Each method finds its own rotations under any folder name; none are published for transform coding."""
     for name, rotations in (("tiny-transform", random_transform()), ("tiny", random_rotations())):
         meta = replace(rotations.meta, model=identity(SMOLLM2), base_model="org/tiny")
         save_rotations(replace(rotations, meta=meta), tmp_path / "zoo" / name, kv_heads=2)
@@ -82,7 +82,7 @@ def test_every_shipped_folder_loads():
 
 
 def test_calibrate_command_then_lookup(tmp_path, monkeypatch):
-    """`kvq calibrate` on a tiny model writes a folder that the zoo recognises."""
+    """`kvq calibrate` on a tiny model writes a folder that the zoo recognizes."""
     from typer.testing import CliRunner
 
     from sglang_kvq.cli import app

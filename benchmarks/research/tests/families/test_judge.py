@@ -1,4 +1,4 @@
-"""Contexts, caches behind which a model continues, and the rows of outcomes."""
+"""Contexts, caches after which a model continues, and the rows of outcomes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def model() -> object:
 
 
 def test_continuing_is_reading_on(model: object) -> None:
-    """The same whether a part was read before or is new, and close to the model's own, which rounds nothing."""
+    """The result does not depend on which part was read before, and is close to the model's exact result."""
     late, early = prefill(model, TOKENS[:590]), prefill(model, TOKENS[:560])
     found = continue_behind(model, TOKENS[590:], 590, store(late, None)[0], 10)
     torch.testing.assert_close(
@@ -67,7 +67,7 @@ def test_only_the_history_is_compressed(model: object) -> None:
 
 
 def test_a_bias_counts(model: object) -> None:
-    """A token without attention is a token that was never there."""
+    """A token without attention has the effect of an absent token."""
     found = prefill(model, TOKENS)
 
     def hidden(layer: int, history: History) -> Stored:
@@ -109,7 +109,7 @@ def test_an_exact_cache_diverges_by_nothing(model: object) -> None:
     lossy = judge.outcome(H2O(2.0))
     assert lossy["kl"] > 0.01 and 1.9 < lossy["bits"] <= 2
     asked, exact = judge.asked(keep_all), judge.outcome(None)
-    for task in ("exact_keys", "needle"):  # all kept: the question's place changes nothing
+    for task in ("exact_keys", "needle"):  # everything is kept, so the question's place changes nothing
         assert asked[f"{task}_asked"]["nats"] == pytest.approx(exact[task]["nats"], rel=1e-3)
 
 

@@ -1,4 +1,4 @@
-"""Each family's reference against what defines it."""
+"""Each family's reference follows its definition."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_eviction_keeps_the_highest_scores(budget: float) -> None:
     for head in range(HEADS):
         best = given.mass[head].topk(count).indices.sort().values
         assert torch.equal(found.k[head], given.k[head, best]) and torch.equal(found.v[head], given.v[head, best])
-    # A token is 2 x 64 numbers of 16 bits and its score of 16.
+    # A token has 2 x 64 numbers of 16 bits and a score of 16 bits.
     assert found.bits == HEADS * count * (2 * DIM * 16 + 16) <= budget * given.elements < found.bits * (1 + 1 / count)
     assert SnapKV(budget)(0, given).k.shape[1] == int(budget * N / 16)
 
@@ -61,7 +61,7 @@ def test_snapkv_keeps_neighbours_of_what_its_window_sees() -> None:
 
 
 def test_equal_neighbours_merge_without_loss() -> None:
-    """Eight runs of equal tokens; with their sizes in the scores, attention does not change."""
+    """With eight runs of equal tokens, and the runs' sizes in the scores, attention does not change."""
     runs = randn(HEADS, 8, DIM, seed=5)
     sizes = torch.tensor([1, 2, 30, 1, 50, 4, 10, 30])
     given = history(*(x.repeat_interleave(sizes, 1) for x in (runs, runs.flip(-1))))
@@ -98,7 +98,7 @@ def test_uniform_codes() -> None:
 
 
 def test_gear_adds_low_rank_and_outliers() -> None:
-    """What 2 bits leave of a matrix is noise, a direction that all tokens share, and a few outliers."""
+    """After 2-bit codes, the residual is noise, a direction that all tokens share, and a few outliers."""
     given = history()
     errors = {}
     for rank, outliers in ((1, 0.0), (4, 0.0), (4, 0.04)):
@@ -128,7 +128,7 @@ def test_settings_fit_their_budget(budget: float) -> None:
     of = bases()
     for one in palu.settings(of, budget):
         total = sum(one(layer, given).bits for layer in range(helpers.LAYERS))
-        least = 2 * helpers.LAYERS * N * one.width  # one direction of each matrix, whatever its energy
+        least = 2 * helpers.LAYERS * N * one.width  # one direction per matrix, whatever its energy
         assert total <= budget * given.elements * helpers.LAYERS + least
 
 
@@ -142,7 +142,7 @@ def bases(k: torch.Tensor | None = None) -> Bases:
 
 
 def test_palu_is_exact_on_keys_of_low_rank() -> None:
-    """Keys whose part before RoPE lies in 16 of the heads' joint dimensions, 16 bits each."""
+    """Keys before RoPE lie in 16 of the heads' joint dimensions, with 16 bits each."""
     directions = randn(16, HEADS * DIM, seed=12)
     before = (randn(N, 16, seed=13) @ directions).view(N, HEADS, DIM).transpose(0, 1)
     of = bases((randn(helpers.LAYERS, 400, 16, seed=14) @ directions).double())
@@ -184,7 +184,7 @@ def test_served_methods_leave_their_basis(rotations: Path) -> None:
 @pytest.mark.parametrize("budget", BUDGETS)
 def test_what_is_served_fits_its_budget(budget: float, rotations: Path) -> None:
     config = helpers.tiny_llama(head_dim=DIM).config
-    specs = [spec for spec in SERVED[budget] if not spec.startswith("oscar")]  # without rotations for tiny models
+    specs = [spec for spec in SERVED[budget] if not spec.startswith("oscar")]  # not for tiny models
     for one in [
         preset(budget, "tiny", config, str(rotations)),
         *(served(s, "tiny", config, str(rotations)) for s in specs),

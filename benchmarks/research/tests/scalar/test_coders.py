@@ -1,4 +1,4 @@
-"""Coders against the literature, exhaustive search and the product's own codes."""
+"""Coders agree with the literature, exhaustive search and the product's own codes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def mse(x: torch.Tensor, read: torch.Tensor) -> float:
 
 
 def test_uniform_codes_are_the_products() -> None:
-    """But for FP16: at the same gain the same value, and almost always the same gain."""
+    """Except for FP16 rounding: the same gain gives the same value, and the gain is almost always the same."""
     x, widths = gauss(300, 64).bfloat16().float(), torch.tensor(WIDTHS).repeat_interleave(16)
     steps, code = torch.tensor(STEPS)[widths], PlaneCode(WIDTHS)
     theirs = code.dequantize(*code.quantize((x / steps).bfloat16())) * steps
@@ -55,7 +55,7 @@ def test_uniform_codes_are_the_products() -> None:
 
 
 def test_the_gain_next_to_the_best_is_taken() -> None:
-    """In least squares, and among gains an eighth of a power of two apart."""
+    """The gain is nearest to the least-squares one, and gains are an eighth of a power of two apart."""
     units, gains = gauss(50, 64), torch.linspace(0.3, 3, 50)[:, None]
     read = with_best_gain(units * gains, units)
     taken = (read / units)[:, :1]
@@ -73,7 +73,7 @@ def test_levels_reach_the_literature() -> None:
 
 
 def test_the_best_path_is_found() -> None:
-    """Against all strings of 10 bits of a row of widths 2, 1, 3, 1, 2, 1."""
+    """The path is the best of all 10-bit strings of a row of widths 2, 1, 3, 1, 2, 1."""
     widths, memory, x = [2, 1, 3, 1, 2, 1], 4, gauss(5, 6)
     tables = {w: gauss(1 << memory, seed=w) for w in (1, 2, 3)}
 
@@ -104,7 +104,7 @@ def test_a_circular_string_closes() -> None:
     widths, memory = [2, 1, 3, 1, 2, 1, 2], 5
     tables = {w: gauss(1 << memory, seed=w) for w in (1, 2, 3)}
     states = circular_paths(gauss(40, 7), widths, tables, memory)
-    for t, w in enumerate(widths):  # the window moves on by w bits; before the first value stands the last state
+    for t, w in enumerate(widths):  # the window moves by w bits; the last state precedes the first value
         before = states[:, t - 1]
         assert torch.equal(states[:, t] >> w, before & (1 << memory - w) - 1)
 
@@ -121,7 +121,7 @@ def test_a_trellis_beats_levels() -> None:
 
 
 def test_e8() -> None:
-    """Its shortest vectors, its packing's second moment 0.0717 (Conway and Sloane, table 2.3), and balls."""
+    """E8 has the right shortest vectors, second moment 0.0717 (Conway and Sloane, table 2.3), and balls."""
     x = gauss(4000, 8) * 5
     found = nearest(x)
     doubled = found * 2
@@ -129,14 +129,14 @@ def test_e8() -> None:
     assert (doubled % 2 == doubled[:, :1] % 2).all()
     uniform_ = torch.rand(40_000, 8, generator=torch.Generator().manual_seed(1)) * 8
     assert mse(uniform_, nearest(uniform_)) == pytest.approx(0.07168, rel=0.01)
-    # 241 points up to 2 are 1 bit, 56,881 up to 10 are 2 bits a value.
+    # 241 points up to squared length 2 are 1 bit per value, and 56,881 up to 10 are 2 bits.
     assert [largest_norm(w) for w in (1, 2)] == [2, 10]
     assert in_ball(x, 10).square().sum(-1).max() <= 10
     assert torch.equal(in_ball(found, 10_000), found)
 
 
 def test_a_lattice_beats_levels() -> None:
-    """E8's ball code of 2 bits has about 0.09 on a Gaussian (QuIP#, section 4), Lloyd-Max 0.118."""
+    """E8's ball code of 2 bits has an error of about 0.09 on a Gaussian (QuIP#, section 4), Lloyd-Max 0.118."""
     rows, x = gauss(256, 64), gauss(500, 64, seed=1)
     lattice, widths = Lattice.trained(rows, 3), torch.full((64,), 2)
     assert 0.08 < mse(x, lattice(x, widths)) < 0.105
@@ -192,7 +192,7 @@ def test_widths_of_channels_spend_the_budget_best(folder: Path, per_head: bool) 
     given = history()
     once, bits = weighted_errors(rotations, coding, 0, given)
     assert sum(x.sum() for x in once) > 0 and bits == coding.bits(0, given)
-    given.mass[:, :64] = 0  # tokens that nobody attends to cost nothing, the others twice as much
+    given.mass[:, :64] = 0  # tokens without attention cost nothing; the others count twice
     half = History(given.k[:, 64:], given.v[:, 64:], given.positions[64:], given.mass[:, 64:], given.mass[:, 64:])
     for ours, theirs in zip(*(weighted_errors(rotations, coding, 0, one)[0] for one in (given, half))):
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-6)
@@ -200,7 +200,7 @@ def test_widths_of_channels_spend_the_budget_best(folder: Path, per_head: bool) 
 
 
 def test_prediction_is_exact_where_values_are_keys(folder: Path) -> None:
-    """Values that are a linear map of the stored keys before RoPE (none here: all turns are 1)."""
+    """Values are a linear map of the stored keys before RoPE (here all RoPE matrices are identities)."""
     rotations = transform_of("tiny", config(), str(folder))
     turns, matrix = torch.eye(64).expand(256, -1, -1), gauss(64, 64, seed=9) / 8
 
