@@ -9,6 +9,7 @@ of a finished environment next to it by hard links and installs only its own SGL
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import os
 import shutil
@@ -62,7 +63,13 @@ class Environment:
         (self.folder / f".{name}").write_text(value)
 
     def pip(self, *words: str | Path) -> None:
-        call([self.python, "-m", "pip", "install", "--disable-pip-version-check", *words], self.log)
+        """Installs packages; ``compile_modules`` compiles them on every core, where pip would use one."""
+        call([self.python, "-m", "pip", "install", "--no-compile", "--disable-pip-version-check", *words], self.log)
+
+    def compile_modules(self) -> None:
+        """Compiles modules that are not compiled yet."""
+        with contextlib.suppress(StepFailed):  # packages hold templates that are no Python
+            call([self.python, "-m", "compileall", "-q", "-j", "0", self.site], self.log)
 
 
 def install_torch(env: Environment, index: str | None) -> None:
@@ -128,6 +135,8 @@ def install_plugin(env: Environment) -> None:
         return
     with step("sglang-kvq (editable)"):
         env.pip("--no-build-isolation", TORCH, "-e", f"{ROOT}[test]")
+    with step("compiled modules"):
+        env.compile_modules()
     env.set_stamp("plugin", state)
 
 
