@@ -9,7 +9,6 @@ of a finished environment next to it by hard links and installs only its own SGL
 from __future__ import annotations
 
 import argparse
-import contextlib
 import hashlib
 import os
 import shutil
@@ -28,6 +27,8 @@ CPU = ROOT / "launch" / "cpu"
 TORCH = "torch==2.13.0+cpu"
 TORCHVISION = "torchvision==0.28.0"
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
+#: The modules of a server's two main processes.
+SERVER = "sglang.srt.entrypoints.http_server, sglang.srt.managers.scheduler"
 MARK = "Appended by sglang-kvq's launch/cpu_env.py"
 
 
@@ -63,13 +64,14 @@ class Environment:
         (self.folder / f".{name}").write_text(value)
 
     def pip(self, *words: str | Path) -> None:
-        """Installs packages; ``compile_modules`` compiles them on every core, where pip would use one."""
+        """Installs packages without compiling their modules: a server imports a small part of them."""
         call([self.python, "-m", "pip", "install", "--no-compile", "--disable-pip-version-check", *words], self.log)
 
     def compile_modules(self) -> None:
-        """Compiles modules that are not compiled yet."""
-        with contextlib.suppress(StepFailed):  # packages hold templates that are no Python
-            call([self.python, "-m", "compileall", "-q", "-j", "0", self.site], self.log)
+        """Compiles what a server imports, also where variables keep Python from writing compiled modules."""
+        env = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
+        words = [self.python, "-c", f"import {SERVER}"]
+        call(words, self.log, {**env, "SGLANG_USE_CPU_ENGINE": "1"})
 
 
 def install_torch(env: Environment, index: str | None) -> None:
@@ -135,7 +137,7 @@ def install_plugin(env: Environment) -> None:
         return
     with step("sglang-kvq (editable)"):
         env.pip("--no-build-isolation", TORCH, "-e", f"{ROOT}[test]")
-    with step("compiled modules"):
+    with step("compiled modules of a server"):
         env.compile_modules()
     env.set_stamp("plugin", state)
 

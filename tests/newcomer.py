@@ -1,7 +1,7 @@
 """Runs README's quick start as a newcomer would: in its own environment, word for word, without downloads.
 
-``Qwen/Qwen3-8B`` is a folder of that name in the newcomer's current folder: a random, narrow model with as many layers
-and heads. Its rotations are in a hub cache, in the place and layout in which the RotationZoo publishes them.
+``Qwen/Qwen3-8B`` is a folder of that name in the newcomer's current folder: a random, narrow model of 8 layers with as
+many heads. Its rotations are in a hub cache, in the place and layout in which the RotationZoo publishes them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from sglang_kvq.server_process import OPENER
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = "Qwen/Qwen3-8B"
-STANDIN = TinyModel("Qwen3-8B", "qwen3", layers=36, hidden=64, heads=32, kv_heads=8, positions=40960)
+STANDIN = TinyModel("Qwen3-8B", "qwen3", layers=8, hidden=64, heads=32, kv_heads=8, positions=40960)
 REPOSITORY, FOLDER = "Zhongzhu/OSCAR-RotationZoo", "Qwen3-8B/seq20000_prompt83_group128"
 #: Commands that a newcomer may type instead of README's ``pip install .``.
 INSTALLS = {

@@ -42,7 +42,8 @@ NIGHTLY = {
     r"e2e/test_newcomer\.py::test_demo": "tests/e2e/test_demo.py: the program",
     r"e2e/test_newcomer\.py::test_quick_start.*\[wheel": "tests/packaging/test_installed.py: the wheel is whole and "
     "imported elsewhere; tests/e2e/test_newcomer.py: the quick start, in the clone",
-    r"e2e/test_newcomer\.py::test_doctor.*\[wheel\]": "tests/e2e/test_newcomer.py: the quick start calls kvq doctor",
+    r"e2e/test_newcomer\.py::test_doctor": "tests/packaging/test_imports.py: what a clone's root hides; "
+    "tests/e2e/test_newcomer.py: the quick start runs kvq doctor and a server there",
     r"e2e/test_serving\.py::test_streaming_sessions_find": "tests/e2e/test_serving.py: the same numbers, written down",
     r"e2e/test_selection\.py::test_(several|without_room|what_never)": "tests/sglang/prefix/test_selection.py",
     r"e2e/test_sessions\.py::test_(a_flushed|log_prob|metrics|sessions_and_plain|a_pool_too|an_abort|a_killed|turns_grow"

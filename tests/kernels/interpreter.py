@@ -1,7 +1,7 @@
 """Makes Triton's interpreter several times faster by caching or skipping repeated work.
 
-The interpreter repeats work in these places. Each call of a device function within a kernel patches every function of
-``triton.language`` again, although the kernel's launch has already patched them. Each operation builds a table of all
+The interpreter repeats work in these places. Each launch looks for the functions of ``triton.language`` that it
+patches, and each call of a device function within a kernel patches them again. Each operation builds a table of all
 types to look one up. Each integer sum or product is also computed in 64 bits to detect overflow, although only debug
 mode uses the answer. Each result has its shape checked and every number of the shape wrapped, though few shapes differ.
 BF16 numbers are converted bit field by bit field, although they are the upper halves of FP32 numbers. Results stay the
@@ -11,8 +11,7 @@ same except for subnormal BF16 numbers, which become wrong.
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache
-from types import FunctionType
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -39,22 +38,28 @@ def _once_per_launch(patch: Any) -> Any:
 
     The scope of a kernel restores the modules when its launch ends. Triton drops the scopes of device functions.
     """
-    replaced: set[Any] = set()
+    both = SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
+    replacements: list[tuple[Any, str, Any]] = []
+    is_patched = False
 
-    @cache
-    def seen_by(fn: FunctionType) -> frozenset[Any]:
-        return frozenset(module for module in (tl, tl.core) if any(x is module for x in fn.__globals__.values()))
-
-    def patch_once(fn: FunctionType) -> Any:
-        if seen_by(fn) and seen_by(fn) <= replaced:
-            return interpreter._LangPatchScope()
-        scope = patch(fn)
-        replaced.update(seen_by(fn))
+    def patch_once(fn: Any) -> Any:
+        nonlocal is_patched
+        scope = interpreter._LangPatchScope()
+        if is_patched:
+            return scope
+        if not replacements:
+            scope = patch(both)
+            replacements.extend((owner, name, getattr(owner, name)) for owner, name, _ in scope._changes)
+        else:
+            for replacement in replacements:
+                scope.set_attr(*replacement)
+        is_patched = True
         restore = scope.restore
 
         def restore_all() -> None:
+            nonlocal is_patched
             restore()
-            replaced.clear()
+            is_patched = False
 
         scope.restore = restore_all
         return scope
