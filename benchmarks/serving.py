@@ -447,7 +447,7 @@ def main() -> None:
     parser.add_argument(
         "--model", type=existing_folder, default=MODEL, help="another of benchmarks/models, with its own --out"
     )
-    parser.add_argument("--layers", type=int, help="only so many of the model's, where the whole does not fit")
+    parser.add_argument("--layers", type=int, help="use only the model's first N layers, if not all fit")
     parser.add_argument("--scale", choices=SCALES, default="full")
     parser.add_argument("--profile", action="store_true", help="also show what decode steps are made of")
     parser.add_argument(

@@ -165,7 +165,7 @@ def options() -> tuple[argparse.ArgumentParser, argparse.Namespace, list[str]]:
     parser.add_argument("--mem-fraction-static", default="0.85")
     parser.add_argument("--plain-backend", help="--attention-backend of none and fp8; default SGLang's choice")
     parser.add_argument("--model", type=existing_folder, default=MODEL, help="a folder with a config.json")
-    parser.add_argument("--layers", type=int, help="only so many of the model's")
+    parser.add_argument("--layers", type=int, help="use only the model's first N layers")
     parser.add_argument("--again", action="store_true", help="measure what the file has, too")
     parser.add_argument("--first-tokens", action="store_true", help="first of all, those of short prompts")
     parser.add_argument(

@@ -104,7 +104,7 @@ class EpisodicConfig:
                 )
             if name.lower() in taken:
                 raise KVQuantError(
-                    f"--episodic-{flag}-header {name}: it says something else already; give another header."
+                    f"--episodic-{flag}-header {name}: this header already has another use; give another header."
                 )
             taken.add(name.lower())
 

@@ -61,7 +61,7 @@ def test_prompts_that_take_room_are_new_each_time():
 
 @pytest.mark.parametrize("wrong", [("host", LENGTH), ("device", LENGTH - 64)])
 def test_pages_that_were_elsewhere_have_no_figure(wrong):
-    with pytest.raises(KVQuantError, match="all should be from the device"):
+    with pytest.raises(KVQuantError, match="tokens should come from the device"):
         asking(wrong).row(PROMPT, 0)
 
 

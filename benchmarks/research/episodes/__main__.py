@@ -107,7 +107,9 @@ def run(args: argparse.Namespace, runner: Runner, writer: Writer, embedder: Embe
     policies, quant_policies = (known_names(text.split(",")) for text in (args.policies, args.quant_policies))
     kinds, compressions = args.kv_quant.split(","), _numbers(args.compressions)
     if kinds[0] != "none":
-        raise KVQuantError(f"--kv-quant {args.kv_quant}: give none first, by which the others are measured.")
+        raise KVQuantError(
+            f"--kv-quant {args.kv_quant}: must begin with none, because the other methods are compared with it."
+        )
     if min(compressions) <= 1:
         raise KVQuantError(f"--compressions {args.compressions}: give numbers above 1, such as 4,6.")
     if args.block < PAGE_SIZE or args.block % PAGE_SIZE:

@@ -230,7 +230,9 @@ def read_config(request: Request) -> tuple[ModelConfig, list[str]]:
     try:
         version = compat.sglang_version()
     except metadata.PackageNotFoundError:
-        raise KVQuantError(f"--model {request.model}: SGLang reads it, and is not installed here.") from None
+        raise KVQuantError(
+            f"--model {request.model}: only SGLang can read its config, and it is not installed here."
+        ) from None
     try:
         find_model(request.model)
     except KVQuantError as error:

@@ -50,7 +50,7 @@ def prefix_of(req: Req) -> FoldedPrefix | None:
         return None
     state = runtime.current()
     if state is None or state.chosen_tokens is None:
-        raise KVQuantError(f"custom_params {PREFIX}: this server lets no client go on behind an episode.")
+        raise KVQuantError(f"custom_params {PREFIX}: this server does not let clients continue an episode.")
     prefix = FoldedPrefix.decode(text)
     setattr(req, _ATTRIBUTE, prefix)
     return prefix
