@@ -354,8 +354,12 @@ def main() -> None:
     parser.add_argument("--plain-backend", default="triton", help="--attention-backend of none; default %(default)s")
     parser.add_argument("--host-gb", type=int, help="host memory of the cache; default 4 times the GPU's tokens")
     parser.add_argument("--tokens", type=int, help="tokens of a prompt; default 2,048 for answers, 200,000 for restart")
-    parser.add_argument("--conversations", type=int, default=256, help="conversations of traffic; default %(default)s")
-    parser.add_argument("--seconds", type=float, default=90, help="time limit of traffic; default %(default)s")
+    parser.add_argument(
+        "--conversations", type=int, default=256, help="number of conversations in traffic; default %(default)s"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=90, help="time limit of traffic in seconds; default %(default)s"
+    )
     parser.add_argument("--prompts", type=int, default=8, help="prompts of answers; default %(default)s")
     parser.add_argument(
         "--top", type=int, default=64, help="likeliest tokens that answers compare; default %(default)s"

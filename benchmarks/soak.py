@@ -541,7 +541,9 @@ def main() -> int:
     )
     parser.add_argument("--method", default="int4", help="--kv-quant of the servers; default %(default)s")
     parser.add_argument("--model", default="qwen3", choices=MODELS)
-    parser.add_argument("--layers", type=int, help="of the model; default its own: deeper ones hide a wrong page")
+    parser.add_argument(
+        "--layers", type=int, help="layers of the model; default its own: deeper ones hide a wrong page"
+    )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument(
         "--reference", choices=("auto", "second", "same"), default="auto", help="which server answers alone"

@@ -123,7 +123,9 @@ def parser_of() -> argparse.ArgumentParser:
     )
     parser.add_argument("--contexts", type=int, default=4, help="contexts of the divergence; default %(default)s")
     parser.add_argument("--prompts", type=int, default=16, help="prompts of the copies; default %(default)s")
-    parser.add_argument("--minutes", type=float, default=float("inf"), help="then stop; the rest another time")
+    parser.add_argument(
+        "--minutes", type=float, default=float("inf"), help="stop after this many minutes; run again for the rest"
+    )
     parser.add_argument("--eval", type=Path, help="folder of kvq eval, for tasks other than kl and copies")
     parser.add_argument("--device", default="cpu", help="device of the divergence and copies; default %(default)s")
     parser.add_argument("--batch", type=int, default=5, help="windows read together; default %(default)s")

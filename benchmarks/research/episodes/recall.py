@@ -341,7 +341,7 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--compressions", default=",".join(f"{x:g}" for x in COMPRESSIONS))
     parser.add_argument("--pieces", default=",".join(PIECES))
     parser.add_argument("--limit", type=int, default=6, help="conversations of each dataset")
-    parser.add_argument("--questions", type=int, default=1000, help="of each conversation")
+    parser.add_argument("--questions", type=int, default=1000, help="questions about each conversation")
     parser.add_argument("--history-tokens", type=int, default=LONGEST)
     parser.add_argument("--cache", type=Path, help="an .npz of embeddings by this embedder, made if missing")
     return parser.parse_args(words)

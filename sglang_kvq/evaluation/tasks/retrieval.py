@@ -51,9 +51,9 @@ class RetrievalTask:
         if self.name not in KINDS:
             raise KVQuantError(f"retrieval task {self.name!r}: choose one of {', '.join(KINDS)}.")
         if not self.lengths or min(self.lengths) < 2 * RESERVED:
-            raise KVQuantError(f"--retrieval-lengths {self.lengths}: each at least {2 * RESERVED} tokens.")
+            raise KVQuantError(f"--retrieval-lengths {self.lengths}: each must be at least {2 * RESERVED} tokens.")
         if self.cases < 1:
-            raise KVQuantError(f"--retrieval-cases {self.cases}: at least 1.")
+            raise KVQuantError(f"--retrieval-cases {self.cases}: must be at least 1.")
 
     def identity(self) -> dict[str, Any]:
         return settings_of(self)

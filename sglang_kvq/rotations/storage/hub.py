@@ -200,9 +200,9 @@ def _check_registry(location: HubLocation, names: tuple[str, ...]) -> None:
     entry = published_at(location)
     if entry and entry.per_head and not set(published.PER_HEAD) <= set(names):
         raise KVQuantError(
-            f"{location}: of this model's rotations only the shared ones are here ({', '.join(names)}), which cost it "
-            f"most of its accuracy; {' and '.join(published.PER_HEAD)} are needed. Fetch them with a network, or make "
-            "rotations with `kvq calibrate MODEL`."
+            f"{location}: of this model's rotations only the shared ones are here ({', '.join(names)}), with which "
+            f"it loses most of its accuracy; {' and '.join(published.PER_HEAD)} are needed. Fetch them with a network, "
+            "or make rotations with `kvq calibrate MODEL`."
         )
 
 

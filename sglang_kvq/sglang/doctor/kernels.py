@@ -304,8 +304,8 @@ class _Request:
             if not torch.equal(got, want):
                 raise KVQuantError(
                     f"moving tokens with keys in {format.k.describe()} and values in {format.v.describe()} is wrong: "
-                    f"{int((got != want).sum())} bytes differ from the same in torch; try another Triton release, and "
-                    "report this."
+                    f"{int((got != want).sum())} bytes differ from PyTorch's; try another Triton release, and report "
+                    "this."
                 )
 
     def copy_to_host(self) -> None:
@@ -356,7 +356,7 @@ class _Request:
         if not (torch.equal(pool.bf16_pages, plain.bf16_pages) and torch.equal(cache.tokens, plain_cache.tokens)):
             raise KVQuantError(
                 f"restoring a page with keys in {PLANES.k.describe()} and values in {PLANES.v.describe()} differs from "
-                "the same in torch; try another Triton release, and report this."
+                "PyTorch's result; try another Triton release, and report this."
             )
 
     def prefill(self, prefix: int, new: int) -> None:
@@ -415,5 +415,5 @@ def _compare(operation: str, format: RecordFormat, got: torch.Tensor, want: torc
     if not error <= BOUND:  # NaN too
         raise KVQuantError(
             f"{operation} over keys in {format.k.describe()} and values in {format.v.describe()} is wrong: relative "
-            f"error {error:.2g} to the same in torch; try another Triton release, and report this."
+            f"error {error:.2g} compared with PyTorch; try another Triton release, and report this."
         )

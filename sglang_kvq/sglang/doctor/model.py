@@ -213,8 +213,8 @@ def check_layers_agree(model: ModelConfig) -> None:
     ours, full = cached_layers(model.hf_config), getattr(model, "full_attention_layer_ids", None)
     if model.is_hybrid_swa and tuple(full or ()) != ours:
         raise KVQuantError(
-            f"{model.model_path}: SGLang counts layers {full} among those of full attention, the model's config "
-            f"{list(ours)}; serve it without --kv-quant."
+            f"{model.model_path}: according to SGLang, layers {full} have full attention; according to the model's "
+            f"config, layers {list(ours)}. Serve it without --kv-quant."
         )
 
 

@@ -104,8 +104,8 @@ def start_cache(
     layer_ids = tuple(i for i in formats if kvc.layer_info.start_layer <= i < kvc.layer_info.end_layer)
     if len(layer_ids) != num_layers:
         raise SystemExit(
-            f"sglang-kvq: SGLang keeps {num_layers} layers of {model.model_path} in its KV cache, but by the model's "
-            f"config {len(layer_ids)} are of full attention; serve it without --kv-quant."
+            f"sglang-kvq: SGLang keeps {num_layers} layers of {model.model_path} in its KV cache, but according to "
+            f"the model's config {len(layer_ids)} have full attention; serve it without --kv-quant."
         )
     geometry = KVGeometry(kv_heads, tuple(formats[i] for i in layer_ids), draft_page_bytes)
     state = runtime.start(config, geometry, layer_ids)

@@ -37,8 +37,8 @@ def around_init(original: Original, self: Configurator, kvc: Configurator) -> No
     full, windows = layer_ids(kvc)
     if state.layer_ids != tuple(full):
         raise SystemExit(
-            f"sglang-kvq: SGLang counts layers {full} of {model.model_path} among those of full attention, the model's "
-            f"config {list(state.layer_ids)}; serve it without --kv-quant."
+            f"sglang-kvq: according to SGLang, layers {full} of {model.model_path} have full attention; according to "
+            f"the model's config, layers {list(state.layer_ids)}; serve it without --kv-quant."
         )
     if state.windows is None:
         args = kvc.server_args

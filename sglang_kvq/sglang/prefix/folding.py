@@ -79,7 +79,9 @@ def fold_of(req: Req) -> Fold | None:
             "requests."
         )
     if req.session is not None:
-        raise KVQuantError("a fold at the end of a session's request, which keeps its pages; send it without one.")
+        raise KVQuantError(
+            "a request of an SGLang session keeps its pages, so it cannot end as a fold; leave session_params out."
+        )
     setattr(req, ATTRIBUTE, fold)
     return fold
 

@@ -267,7 +267,7 @@ def test_layers_that_sglang_counts_otherwise_are_refused(configured, monkeypatch
     for holder in (found.model_config, found.layer_info):
         holder.full_attention_layer_ids = list(range(0, 2 * LAYERS, 2))
     configured()
-    with pytest.raises(SystemExit, match="SGLang counts layers"):
+    with pytest.raises(SystemExit, match="according to SGLang, layers"):
         pool_configurator.HybridSWAPoolConfigurator(found)
 
 

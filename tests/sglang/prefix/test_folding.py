@@ -211,7 +211,7 @@ def refused(model: FoldModel, fold: str, tokens: int = 6 * P, **more):
         (
             Fold("n", 5 * P, P).encode(),
             {"session": SimpleNamespace(streaming=False)},
-            "a fold at the end of a session's request",
+            "a request of an SGLang session keeps its pages",
         ),
     ],
 )
