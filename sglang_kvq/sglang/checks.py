@@ -170,9 +170,7 @@ def check_flags(values: Mapping[str, Any], device: str) -> None:
         found.append(f"--chunked-prefill-size {chunk}: must be a multiple of {PAGE_SIZE}.")
     breadth = values.get("speculative_ngram_max_bfs_breadth")
     if values.get("speculative_algorithm") == BRANCHING and breadth not in _ONE:
-        found.append(
-            f"--speculative-ngram-max-bfs-breadth {breadth}: trees of more breadth are not supported; set it to 1."
-        )
+        found.append(f"--speculative-ngram-max-bfs-breadth {breadth}: wider trees are not supported; set it to 1.")
     for name, why, versions in REFUSED_ENVIRONMENT:
         on = os.environ.get(name, "").lower() not in ("", "0", "false", "no", "off")
         if on and compat.applies(versions, compat.sglang_version()):

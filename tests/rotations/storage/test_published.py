@@ -168,7 +168,7 @@ def test_a_config_of_version_2_wants_matrices_per_head(tmp_path):
 
 
 @pytest.mark.parametrize("config, problem", [
-    ("{", "no JSON"), ("[" * 100_000, "no JSON"), ("[]", "not a JSON object"),
+    ("{", "not valid JSON"), ("[" * 100_000, "not valid JSON"), ("[]", "not a JSON object"),
     ('{"format_version": "2"}', "format_version '2'; .* reads versions 1 and 2"),
     ('{"format_version": 3}', "format_version 3; .* reads versions 1 and 2"),
     ('{"format_version": 2, "sha256": "0", "geometry": {}}', "describes rotations.safetensors, which is missing"),
