@@ -117,9 +117,9 @@ def main() -> None:
     parser.add_argument(
         "--model", type=existing_folder, default=MODEL, help="a folder with a config.json; default %(default)s"
     )
-    parser.add_argument("--layers", type=int, help="only so many of the model's")
+    parser.add_argument("--layers", type=int, help="use only the model's first N layers")
     parser.add_argument("--ours", action="store_true", help="no BF16 server: its tokens are those of --out's row")
-    parser.add_argument("--max-running-requests", help="of both servers; SGLang's own default if not given")
+    parser.add_argument("--max-running-requests", help="flag of both servers; SGLang's own default if not given")
     args = parser.parse_args()
     name = "capacity" if args.method == "oscar" else " ".join(filter(None, ("capacity", args.method, args.bits)))
     name = name_of(args.model, args.layers, name)

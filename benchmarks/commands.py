@@ -59,7 +59,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", required=True, type=Path, help="folder with config.json and a tokenizer")
     parser.add_argument("--text", required=True, type=Path, help="text to calibrate on")
-    parser.add_argument("--tokens", type=int, default=32768, help="of it (default %(default)s)")
+    parser.add_argument("--tokens", type=int, default=32768, help="tokens of the text (default %(default)s)")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--out", required=True, type=Path)
     args = parser.parse_args(words)

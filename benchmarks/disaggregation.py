@@ -150,7 +150,7 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=[8192, 32768], help="tokens; default %(default)s")
     parser.add_argument("--repeats", type=int, default=3, help="default %(default)s")
     parser.add_argument("--model", type=existing_folder, default=MODEL, help="a folder with a config.json")
-    parser.add_argument("--layers", type=int, help="only so many of the model's")
+    parser.add_argument("--layers", type=int, help="use only the model's first N layers")
     parser.add_argument("--mem-fraction-static", default="0.85")
     parser.add_argument("--gpus", type=int, choices=(1, 2), default=1, help="default %(default)s")
     parser.add_argument("--alone", action="store_true", help="also ask one server, and compare its answers")

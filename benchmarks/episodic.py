@@ -180,7 +180,7 @@ def main() -> None:
     parser.add_argument("--model", type=existing_folder, default=MODEL)
     parser.add_argument("--sessions", type=int, default=16)
     parser.add_argument("--history", type=int, default=100_000)
-    parser.add_argument("--tokens", type=int, default=1024, help="of an answer; fewer end before all have begun")
+    parser.add_argument("--tokens", type=int, default=1024, help="tokens of an answer; fewer end before all have begun")
     parser.add_argument("--budget", type=int, default=8192)
     parser.add_argument("--block", type=int, default=2048)
     parser.add_argument("--building", type=int, nargs="*", default=[4096 * 4, 4096 * 16])

@@ -100,7 +100,9 @@ def wait_for_files(folder: Path, count: int, seconds: float = 120) -> None:
     deadline = time.monotonic() + seconds
     while (found := files_of(folder)[0]) < count:
         if time.monotonic() > deadline:
-            raise KVQuantError(f"{folder}: {found} of {count} pages after {seconds:.0f} s.")
+            raise KVQuantError(
+                f"{folder}: only {found} of {count} pages were stored within {seconds:.0f} s. Read the server's log."
+            )
         time.sleep(0.1)
 
 
@@ -143,7 +145,10 @@ class Answers:
         answer, where = self.ask(ids)
         whole = self.length // PAGE_SIZE * PAGE_SIZE
         if where[place] != whole or sum(where.values()) != whole:
-            raise KVQuantError(f"{where} of {whole} tokens were cached, all should be from the {place}.")
+            raise KVQuantError(
+                f"{whole} tokens should come from the {place}, but the cached tokens are {where}. Change --host-gb or "
+                "--mem-fraction-static."
+            )
         return answer
 
     def row(self, ids: list[int], turn: int) -> Row:
@@ -344,16 +349,22 @@ def main() -> None:
     parser.add_argument("--out", required=True, type=Path, help="JSON file; it keeps its other rows")
     parser.add_argument("--methods", default="none,oscar", help="NAME[:BITS]; default %(default)s")
     parser.add_argument("--model", type=existing_folder, default=MODEL, help="a folder with a config.json")
-    parser.add_argument("--layers", type=int, help="only so many of the model's")
+    parser.add_argument("--layers", type=int, help="use only the model's first N layers")
     parser.add_argument("--mem-fraction-static", default="0.85")
     parser.add_argument("--plain-backend", default="triton", help="--attention-backend of none; default %(default)s")
     parser.add_argument("--host-gb", type=int, help="host memory of the cache; default 4 times the GPU's tokens")
-    parser.add_argument("--tokens", type=int, help="of a prompt; default 2,048 for answers, 200,000 for restart")
-    parser.add_argument("--conversations", type=int, default=256, help="of traffic; default %(default)s")
-    parser.add_argument("--seconds", type=float, default=90, help="of traffic; default %(default)s")
-    parser.add_argument("--prompts", type=int, default=8, help="of answers; default %(default)s")
-    parser.add_argument("--top", type=int, default=64, help="listed tokens of answers; default %(default)s")
-    parser.add_argument("--text", type=Path, help="of answers' prompts; without it, random tokens")
+    parser.add_argument("--tokens", type=int, help="tokens of a prompt; default 2,048 for answers, 200,000 for restart")
+    parser.add_argument(
+        "--conversations", type=int, default=256, help="number of conversations in traffic; default %(default)s"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=90, help="time limit of traffic in seconds; default %(default)s"
+    )
+    parser.add_argument("--prompts", type=int, default=8, help="prompts of answers; default %(default)s")
+    parser.add_argument(
+        "--top", type=int, default=64, help="likeliest tokens that answers compare; default %(default)s"
+    )
+    parser.add_argument("--text", type=Path, help="text of answers' prompts; without it, random tokens")
     parser.add_argument("--again", action="store_true", help="measure what the file has, too")
     parser.add_argument("--tiny", action="store_true", help="small conversations")
     parser.add_argument("--cpu", action="store_true", help="servers on the CPU engine")

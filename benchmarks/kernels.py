@@ -53,10 +53,14 @@ def main() -> None:
         "--planes",
         nargs="?",
         const=",".join(PLANES),
-        help=f"only transform coding's, beside oscar's; of some of {', '.join(PLANES)} if given, comma-separated",
+        help=f"only transform coding, compared with oscar; some of {', '.join(PLANES)} if given, comma-separated",
     )
-    parser.add_argument("--budgets", type=float, nargs="+", default=BUDGETS, help="of --planes; default %(default)s")
-    parser.add_argument("--head-dims", type=int, nargs="+", default=HEAD_DIMS, help="of --planes; default %(default)s")
+    parser.add_argument(
+        "--budgets", type=float, nargs="+", default=BUDGETS, help="budgets for --planes; default %(default)s"
+    )
+    parser.add_argument(
+        "--head-dims", type=int, nargs="+", default=HEAD_DIMS, help="head dims for --planes; default %(default)s"
+    )
     parser.add_argument("--alone", action="store_true", help="with --planes, without FlashInfer")
     parser.add_argument(
         "--heads", action="store_true", help="only decoding with 5 to 16 heads to a KV head, or heads of 64"

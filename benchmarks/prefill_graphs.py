@@ -100,7 +100,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", required=True, type=Path, help="JSON file; its rows of other scenarios stay")
     parser.add_argument("--model", type=existing_folder, default=MODEL, help="another of benchmarks/models")
-    parser.add_argument("--layers", type=int, help="only so many of the model's")
+    parser.add_argument("--layers", type=int, help="use only the model's first N layers")
     parser.add_argument("--only", choices=("times", "logprobs"), help="one of both; each takes minutes")
     parser.add_argument("--plain-backend", default="flashinfer", help="--attention-backend of plain SGLang")
     args = parser.parse_args()

@@ -437,7 +437,9 @@ def main() -> None:
     parser.add_argument("--scenarios", help=f"some of {', '.join(GROUPS)}; default all but the last two")
     parser.add_argument("--speculation", type=int, metavar="N", help="only spec_*: servers that verify N drafts a step")
     parser.add_argument(
-        "--servers", default=",".join(SERVERS), help="with one of %(default)s the other's figures are read from --out"
+        "--servers",
+        default=",".join(SERVERS),
+        help="%(default)s, or one of them: the other's figures are read from --out",
     )
     parser.add_argument(
         "--minutes", type=float, default=9.0, help="when to stop filling caches for output_NxL; default %(default)s"
@@ -447,7 +449,7 @@ def main() -> None:
     parser.add_argument(
         "--model", type=existing_folder, default=MODEL, help="another of benchmarks/models, with its own --out"
     )
-    parser.add_argument("--layers", type=int, help="only so many of the model's, where the whole does not fit")
+    parser.add_argument("--layers", type=int, help="use only the model's first N layers, if not all fit")
     parser.add_argument("--scale", choices=SCALES, default="full")
     parser.add_argument("--profile", action="store_true", help="also show what decode steps are made of")
     parser.add_argument(

@@ -535,11 +535,15 @@ def guarded(run: Callable[[], bool]) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", required=True, type=Path)
-    parser.add_argument("--minutes", type=float, default=8.0, help="of traffic; default %(default)s")
-    parser.add_argument("--limit", type=float, help="minutes after which all has ended; default --minutes and 1.5")
+    parser.add_argument("--minutes", type=float, default=8.0, help="minutes of traffic; default %(default)s")
+    parser.add_argument(
+        "--limit", type=float, help="minutes after which everything has ended; default --minutes plus 1.5"
+    )
     parser.add_argument("--method", default="int4", help="--kv-quant of the servers; default %(default)s")
     parser.add_argument("--model", default="qwen3", choices=MODELS)
-    parser.add_argument("--layers", type=int, help="of the model; default its own: deeper ones hide a wrong page")
+    parser.add_argument(
+        "--layers", type=int, help="layers of the model; default its own: deeper ones hide a wrong page"
+    )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument(
         "--reference", choices=("auto", "second", "same"), default="auto", help="which server answers alone"
@@ -553,9 +557,9 @@ def main() -> int:
         nargs="?",
         const=ENGINES[0],
         choices=ENGINES,
-        help="a prefill and a decode server, by this transfer back end; %(const)s if none is named",
+        help="a prefill and a decode server with this transfer backend; %(const)s if none is named",
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the traffic")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the traffic")
     parser.add_argument("--fault", action="store_true", help="compare with wrong prompts now and then: must fail")
     parser.add_argument("--logs", type=Path, help="keep the servers' logs and the model here")
     args = parser.parse_args()

@@ -409,7 +409,7 @@ def answer(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=2, help="of traffic")
+    parser.add_argument("--minutes", type=float, default=2, help="minutes of traffic")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--method", default="int4", help="--kv-quant")
     parser.add_argument("--seed", type=int, default=1)

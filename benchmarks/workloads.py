@@ -159,17 +159,20 @@ def options() -> tuple[argparse.ArgumentParser, argparse.Namespace, list[str]]:
     parser.add_argument(
         "--workloads", help=f"some of {', '.join(WORKLOADS)}, each with @RATE for requests a second; default all"
     )
-    parser.add_argument("--seconds", type=float, help="of each workload; default its own limit")
-    parser.add_argument("--minutes", type=float, default=9.5, help="of the whole command; default %(default)s")
-    parser.add_argument("--kv-quant-recent-min", type=int, metavar="N", help="of servers with --kv-quant")
+    parser.add_argument("--seconds", type=float, help="seconds of each workload; default its own limit")
+    parser.add_argument("--minutes", type=float, default=9.5, help="minutes of the whole command; default %(default)s")
+    parser.add_argument("--kv-quant-recent-min", type=int, metavar="N", help="flag of servers with --kv-quant")
     parser.add_argument("--mem-fraction-static", default="0.85")
     parser.add_argument("--plain-backend", help="--attention-backend of none and fp8; default SGLang's choice")
     parser.add_argument("--model", type=existing_folder, default=MODEL, help="a folder with a config.json")
-    parser.add_argument("--layers", type=int, help="only so many of the model's")
+    parser.add_argument("--layers", type=int, help="use only the model's first N layers")
     parser.add_argument("--again", action="store_true", help="measure what the file has, too")
     parser.add_argument("--first-tokens", action="store_true", help="first of all, those of short prompts")
     parser.add_argument(
-        "--rehearse", type=float, metavar="SECONDS", help="of the first workload, unmeasured, so that all is compiled"
+        "--rehearse",
+        type=float,
+        metavar="SECONDS",
+        help="seconds of the first workload before anything is measured, so that all is compiled",
     )
     parser.add_argument("--tiny", action="store_true", help="workloads in small")
     parser.add_argument("--cpu", action="store_true", help="servers on the CPU engine: only shows that this works")

@@ -1,6 +1,6 @@
 """Runs the suite in jobs side by side, the longest first.
 
-./test                    what every change must pass: SGLang's newest release, and the seams of the oldest
+./test                    what every change must pass: SGLang's newest release, and what depends on the oldest
 ./test --quick            linters and what is tested in three minutes, without servers
 ./test --all              every test (tests/nightly.py), parameter and release: nightly, and before a release of ours
 ./test --container        builds the container image and runs it: needs root and Debian's packages
@@ -158,7 +158,7 @@ def without_earlier(groups: dict[str, tuple[str, ...]]) -> dict[str, tuple[str, 
     for title, patterns in groups.items():
         found = {pattern: sorted(ROOT.glob(pattern)) for pattern in patterns}
         if missing := [pattern for pattern, places in found.items() if not places]:
-            raise ValueError(f"{', '.join(missing)}: no such tests. Mend {Path(__file__).name}.")
+            raise ValueError(f"{', '.join(missing)}: no such tests. Correct {Path(__file__).name}.")
         paths = [str(place.relative_to(ROOT)) for places in found.values() for place in places]
         words[title] = (*paths, *(f"--ignore={path}" for path in taken))
         taken += paths
@@ -280,7 +280,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     amount = parser.add_mutually_exclusive_group()
     amount.add_argument("--quick", action="store_true", help="linters and fast tests, in the newest environment")
-    amount.add_argument("--all", action="store_true", help="every value with every other, and every release")
+    amount.add_argument("--all", action="store_true", help="all combinations of parameters, and all releases")
     amount.add_argument("--container", action="store_true", help="builds and runs the container image; as root")
     options, words = parser.parse_known_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))

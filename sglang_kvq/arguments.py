@@ -55,7 +55,7 @@ def check_dtype(dtype: str) -> None:
         KVQuantError: the message names torch's name for the value, or all valid names.
     """
     if dtype in SHORT_DTYPES:
-        raise KVQuantError(f"--dtype {dtype}: torch's name of it is {SHORT_DTYPES[dtype]}; pass --dtype that.")
+        raise KVQuantError(f"--dtype {dtype}: unknown name; pass --dtype {SHORT_DTYPES[dtype]}.")
     if dtype and dtype not in DTYPES:
         raise unknown("--dtype", dtype, DTYPES)
 

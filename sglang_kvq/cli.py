@@ -157,9 +157,9 @@ def calibrate(
         if made:
             went = f"{output} is written, with no recommended budget; python -m {RECOMMEND_MODULE} measures it"
         elif kept.exists():
-            went = f"{output} was not written; what was done is in {kept}: the same command continues from there"
+            went = f"{output} was not written; partial results are in {kept}, and the same command continues from there"
         else:
-            went = f"{output} was not written; nothing kept: the same command begins again"
+            went = f"{output} was not written, and nothing was kept; the same command begins again"
         _say(f"interrupted; {went}.", style="yellow")
         raise typer.Exit(exit_status(error)) from None
     meta, address = rotations.meta, None
@@ -262,7 +262,7 @@ def inspect(
     measured = None
     if model:
         if not text:
-            raise KVQuantError(f"--model {model}: errors are measured on a text: pass --text FILE.")
+            raise KVQuantError(f"--model {model}: needs a text to measure errors on; pass --text FILE.")
         with Phases(console) as phases:
             measured = measure(
                 model,
@@ -321,7 +321,10 @@ def doctor(
     rotations: Annotated[str | None, typer.Option(help="With --model: its --kv-quant-rotations.")] = None,
     memory: Annotated[
         float | None,
-        typer.Option(help="With --model: GiB of each GPU for the KV cache and what is beside it; else this GPU's."),
+        typer.Option(
+            help="With --model: GiB of each GPU for the KV cache, sliding windows and recurrent states; default: this "
+            "GPU's."
+        ),
     ] = None,
     tp: Annotated[int | None, typer.Option(help="With --model: GPUs that share the heads; default 1.")] = None,
     trust_remote_code: Annotated[bool, typer.Option(help="With --model: run the code of its config.")] = False,
@@ -335,7 +338,7 @@ def doctor(
         for flag, value in {**given, "--trust-remote-code": trust_remote_code or None}.items():
             if value is not None:
                 named = flag if value is True else f"{flag} {value}"
-                raise KVQuantError(f"{named}: it is about a model; add --model MODEL, or leave it out.")
+                raise KVQuantError(f"{named}: needs --model; add --model MODEL, or leave it out.")
         raise typer.Exit(report(as_json=as_json))
     from sglang_kvq.sglang.doctor import model as doctor_model
 

@@ -94,18 +94,17 @@ class KVQuantConfig:
                 "model's head_dim; leave it out for min(head_dim, 128)."
             )
         if self.group_size is not None and self.group_size not in method.group_sizes:
-            sizes = " or ".join(map(str, method.group_sizes)) or "no such groups: one scale covers a token's whole row"
+            sizes = " or ".join(map(str, method.group_sizes))
             raise KVQuantError(
-                f"--kv-quant-group-size {self.group_size}: --kv-quant {self.method} has {sizes}; change it or leave it "
-                "out."
+                f"--kv-quant-group-size {self.group_size}: --kv-quant {self.method} has "
+                + (f"{sizes}; change it or leave it out." if sizes else "one scale per token row; leave it out.")
             )
         for axis, clip, code in (("k", self.clip_k, method.k), ("v", self.clip_v, method.v)):
             if clip is not None and (method.planes or not code.clips):
-                why = ": a row's gain of least error already clips where that helps" if method.planes else ""
-                raise KVQuantError(
-                    f"--kv-quant-clip-{axis} {clip}: --kv-quant {self.method} does not clip these codes{why}; leave it "
-                    "out."
+                does = (
+                    "already clips rows where that lowers the error" if method.planes else "does not clip these codes"
                 )
+                raise KVQuantError(f"--kv-quant-clip-{axis} {clip}: --kv-quant {self.method} {does}; leave it out.")
         if self.seed is not None:
             if method.rotation is not RotationKind.RANDOM:
                 raise KVQuantError(

@@ -7,10 +7,10 @@ from difflib import get_close_matches
 
 
 class KVQuantError(ValueError):
-    """A setting, file or model that ``--kv-quant`` cannot serve.
+    """A setting, file, model or request that ``--kv-quant`` cannot serve.
 
-    The message names the offending value and the fix. The error is raised before the server starts to serve; nothing is
-    written, and there is no fallback.
+    The message names the offending value and the fix; there is no fallback. Settings, files and models are checked
+    before the server starts to serve. A request that cannot be served gets the error as its answer.
     """
 
 

@@ -33,7 +33,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--all",
         action="store_true",
-        help="every value of parameters with every other (tests/pairs.py), every test with each release, and those of "
+        help="run all combinations of parameters (tests/pairs.py), all tests with each release, and the tests in "
         "tests/nightly.py",
     )
 

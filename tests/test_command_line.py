@@ -329,5 +329,5 @@ def test_device_among_the_gpus_of_this_machine(monkeypatch):
 
 @pytest.mark.parametrize(("name", "meant"), arguments.SHORT_DTYPES.items())
 def test_short_name_of_a_dtype(name, meant):
-    with pytest.raises(KVQuantError, match=f"--dtype {name}: torch's name of it is {meant}"):
+    with pytest.raises(KVQuantError, match=f"--dtype {name}: unknown name; pass --dtype {meant}"):
         arguments.check_dtype(name)

@@ -32,7 +32,8 @@ def check(workload: Workload, measured: Sequence[Measured]) -> list[Request]:
         raise KVQuantError(f"{workload.name}: {len(failed)} of {len(requests)} requests failed: {failed[0]}")
     early = [one for one in requests if not one.cut and one.tokens != one.asked]
     if early:
-        raise KVQuantError(f"{workload.name}: an answer of {early[0].asked} tokens has {early[0].tokens}.")
+        ended = f"an answer ended after {early[0].tokens} of {early[0].asked} tokens"
+        raise KVQuantError(f"{workload.name}: {ended}. Read the server's log.")
     if not any(one.tokens for one in requests):
         raise KVQuantError(f"{workload.name}: no token in {workload.seconds:g} s. Give more time: --seconds.")
     return requests

@@ -118,12 +118,16 @@ def parser_of() -> argparse.ArgumentParser:
     parser.add_argument("--recents", type=numbers, default=RECENTS, help="default 64,256,512,1024,2048")
     parser.add_argument("--tasks", default="kl", help="kl, copies, or tasks of kvq eval; default %(default)s")
     parser.add_argument("--length", type=int, default=4096, help="tokens of a context; default %(default)s")
-    parser.add_argument("--measured", type=int, default=512, help="of these the last ones count; default %(default)s")
-    parser.add_argument("--contexts", type=int, default=4, help="of the divergence; default %(default)s")
-    parser.add_argument("--prompts", type=int, default=16, help="of the copies; default %(default)s")
-    parser.add_argument("--minutes", type=float, default=float("inf"), help="then stop; the rest another time")
+    parser.add_argument(
+        "--measured", type=int, default=512, help="number of last tokens of a context that count; default %(default)s"
+    )
+    parser.add_argument("--contexts", type=int, default=4, help="contexts of the divergence; default %(default)s")
+    parser.add_argument("--prompts", type=int, default=16, help="prompts of the copies; default %(default)s")
+    parser.add_argument(
+        "--minutes", type=float, default=float("inf"), help="stop after this many minutes; run again for the rest"
+    )
     parser.add_argument("--eval", type=Path, help="folder of kvq eval, for tasks other than kl and copies")
-    parser.add_argument("--device", default="cpu", help="of the divergence and copies; default %(default)s")
+    parser.add_argument("--device", default="cpu", help="device of the divergence and copies; default %(default)s")
     parser.add_argument("--batch", type=int, default=5, help="windows read together; default %(default)s")
     parser.add_argument("--table", action="store_true", help="only print the tables of --out")
     parser.add_argument("--page", action="store_true", help="only write docs/results/windows.md")

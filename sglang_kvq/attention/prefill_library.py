@@ -103,7 +103,7 @@ def _try(prefill: RaggedPrefill) -> None:
     wanted = [_attention(queries, k, v, sinks) for queries, (k, v) in zip(q.split(news), whole)]
     error = float((out.float() - torch.cat(wanted)).abs().max())
     if not error <= 0.02:
-        raise RuntimeError(f"its attention is off by {error:.3f}, for values up to 1")
+        raise RuntimeError(f"its attention differs from the reference by {error:.3f}, for values up to 1")
 
 
 def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:

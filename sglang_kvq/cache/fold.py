@@ -36,7 +36,7 @@ def check_moves(method: str, formats: Sequence[RecordFormat]) -> None:
             others = ", ".join(name for name in METHOD_NAMES if get_method(name).moves_tokens)
             raise KVQuantError(
                 f"--kv-quant {method}: keys in {format.k.describe()}, values in {format.v.describe()} (layer {layer}): "
-                "tokens of a page share what is stored of them, so that chosen ones cannot be moved into other pages; "
+                "tokens of a page share stored data, so chosen tokens cannot be moved to other pages; "
                 f"choose one of {others}."
             )
 

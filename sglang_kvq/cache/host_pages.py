@@ -95,7 +95,8 @@ class HostLayout:
             KVQuantError: a shape, dtype or stride does not fit, or the pool's records have other sizes.
         """
         if not 0 <= layer < len(self.row_bytes):
-            raise KVQuantError(f"layer {layer}: the pool has {len(self.row_bytes)}. Name one of them, from 0.")
+            layers = len(self.row_bytes)
+            raise KVQuantError(f"layer {layer}: the pool has {layers} layers; choose 0 to {layers - 1}.")
         if not self._check(pool, pages, host, host_pages):
             return
         if self._kernel is not None and _is_mapped(host, pool.device):
@@ -125,8 +126,8 @@ class HostLayout:
         """Makes ``pool`` the pool to copy from and to."""
         if (given := _row_bytes(pool)) != self.row_bytes:
             raise KVQuantError(
-                f"pool: its layers have {list(given)} bytes a page, not {list(self.row_bytes)}; make a HostLayout of "
-                "it."
+                f"pool: its layers have {list(given)} bytes per page, not {list(self.row_bytes)}; make a HostLayout "
+                "for this pool."
             )
         self._pool = pool
         self._kernel = _Kernel(pool, self.offsets, self.page_bytes) if _has_kernel(pool.device) else None

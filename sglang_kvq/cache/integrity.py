@@ -30,9 +30,9 @@ def check_integrity(tiers: TierManager, free_pages: torch.Tensor | None = None, 
         if not ok:
             raise RuntimeError(f"KV cache integrity: {what}")
 
-    require(int(tiers.errors) == 0, f"{int(tiers.errors)} impossible requests were recorded on the device")
+    require(int(tiers.errors) == 0, f"{int(tiers.errors)} impossible operations were recorded on the device")
     require(page_slot[0] == 0 and slot_page[0] == 0, "page 0 or slot 0 is not reserved")
-    require(tiers.row_len[0] == 0 and not pool.row_pages[0].any(), "row 0, which is padding's, holds tokens")
+    require(tiers.row_len[0] == 0 and not pool.row_pages[0].any(), "row 0, which is for padding, holds tokens")
     owners = (page_slot[1:] > 0).nonzero().flatten() + 1
     require(torch.equal(slot_page[page_slot[owners]], owners), "a page points at a BF16 slot that belongs to another")
     used = int((slot_page > 0).sum())

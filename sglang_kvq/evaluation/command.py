@@ -102,7 +102,7 @@ def evaluate(
     ] = "",
     gpus: Annotated[
         str,
-        _run(metavar="N,...", help="GPUs that run a server each at once, named as in CUDA_VISIBLE_DEVICES."),
+        _run(metavar="N,...", help="GPUs to use, one server on each at a time; named as in CUDA_VISIBLE_DEVICES."),
     ] = "",
     parallel: Annotated[
         int, _run(help="Servers at once (per GPU of --gpus); limit each by --max-total-tokens after --.")

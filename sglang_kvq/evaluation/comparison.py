@@ -77,13 +77,15 @@ def run(options: SimpleNamespace, words: Sequence[str]) -> int:
     if options.map:
         return write_map(options, command)
     if flags and not options.model:
-        raise KVQuantError(f"{' '.join(flags)}: flags after -- are for servers that --model starts.")
+        raise KVQuantError(
+            f"{' '.join(flags)}: flags after -- apply only to servers that --model starts. Leave them out."
+        )
     for name, least in LEAST.items():
         check_least(f"--{name}", getattr(options, name.replace("-", "_")), least)
     check_new("--out", options.out, folder=True)
     for flag, value in (("--gpus", options.gpus), (CHUNK_FLAG, options.chunked_prefill_size)):
         if options.server and value not in ("", str(CHUNK)):
-            raise KVQuantError(f"{flag} {value}: it is for servers that --model starts; leave it out.")
+            raise KVQuantError(f"{flag} {value}: applies only to servers that --model starts. Leave it out.")
     model, failures = measure(options, tasks_of(options), flags, shlex.join(map(provenance.without_paths, command)))
     content = collect(Store(options.out), model, command)
     path = write(options.out, content)

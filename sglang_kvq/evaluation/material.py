@@ -25,11 +25,11 @@ class Material:
     Args:
         folder: created when something is stored.
         model: the model's name, which keeps different models' arrays apart.
-        tokeniser: folder or hub name of the model's tokenizer; None: that of the server's model, or the server itself.
+        tokenizer: folder or hub name of the model's tokenizer; None: that of the server's model, or the server itself.
     """
 
-    def __init__(self, folder: Path, model: str, tokeniser: str | None = None) -> None:
-        self.folder, self.model, self.tokeniser = folder, model, tokeniser
+    def __init__(self, folder: Path, model: str, tokenizer: str | None = None) -> None:
+        self.folder, self.model, self.tokenizer = folder, model, tokenizer
         self._lock = threading.Lock()
         self._loaded: Any = None
         #: Set once the reference's distributions are stored, or once it is known that they cannot be.
@@ -58,13 +58,13 @@ class Material:
 
     def tokens(self, key: Any, text: Callable[[], str], client: Client) -> np.ndarray:
         """Returns the ids of a text, int32 ``[n]``, without special tokens. ``key`` identifies the text."""
-        return self._kept("tokens", key, lambda: self._tokenise(text(), client))
+        return self._kept("tokens", key, lambda: self._tokenize(text(), client))
 
     def begin_token(self, client: Client) -> list[int]:
         """Returns the tokens that the tokenizer puts before a text: Llama's BOS, or none."""
         # Some tokenizers also add an end token, which must not precede a text.
         ids = self._kept(
-            "begin", None, lambda: self._load_tokeniser(client)("", add_special_tokens=True)["input_ids"][:1]
+            "begin", None, lambda: self._load_tokenizer(client)("", add_special_tokens=True)["input_ids"][:1]
         )
         return [int(token) for token in ids]
 
@@ -79,31 +79,31 @@ class Material:
 
     def text(self, ids: np.ndarray, client: Client) -> str:
         with self._lock:
-            return str(self._load_tokeniser(client).decode(ids.tolist()))
+            return str(self._load_tokenizer(client).decode(ids.tolist()))
 
     def encode(self, text: str, client: Client) -> list[int]:
         """Returns the ids of a text, without special tokens; does not store them."""
         with self._lock:
-            return self._tokenise(text, client)
+            return self._tokenize(text, client)
 
-    def _tokenise(self, text: str, client: Client) -> list[int]:
-        return list(self._load_tokeniser(client)(text, add_special_tokens=False, verbose=False)["input_ids"])
+    def _tokenize(self, text: str, client: Client) -> list[int]:
+        return list(self._load_tokenizer(client)(text, add_special_tokens=False, verbose=False)["input_ids"])
 
-    def _load_tokeniser(self, client: Client) -> Any:
+    def _load_tokenizer(self, client: Client) -> Any:
         """Returns the model's tokenizer, loaded once; uses the server's over HTTP if it is not on this machine."""
         if self._loaded is None:
-            name = self.tokeniser or client.facts.model_path
+            name = self.tokenizer or client.facts.model_path
             try:
                 from transformers import AutoTokenizer
 
                 self._loaded = AutoTokenizer.from_pretrained(name)
             except (ImportError, OSError, ValueError) as error:
-                if self.tokeniser:
+                if self.tokenizer:
                     reason = (str(error).splitlines() or ["?"])[0]
                     raise KVQuantError(f"--tokenizer {name}: transformers cannot load it ({reason}).") from error
-                self._loaded = _ServerTokeniser
+                self._loaded = _ServerTokenizer
         # Each call uses the current server's client, because the first server may have stopped.
-        return self._loaded(client) if self._loaded is _ServerTokeniser else self._loaded
+        return self._loaded(client) if self._loaded is _ServerTokenizer else self._loaded
 
     # -- the reference ------------------------------------------------------------------------------------
 
@@ -114,7 +114,7 @@ class Material:
             self.reference_settled.set()
 
 
-class _ServerTokeniser:
+class _ServerTokenizer:
     """A tokenizer whose two calls are answered by a server."""
 
     def __init__(self, client: Client) -> None:
@@ -132,7 +132,7 @@ class _ServerTokeniser:
             answer: dict[str, Any] = self.client.request(path, body)
         except RequestRefused as error:
             raise KVQuantError(
-                f"the model's tokeniser is not on this machine, and the server's own does not answer ({error}): give "
-                "--tokenizer FOLDER."
+                f"the model's tokenizer is not on this machine, and the server does not answer for it ({error}). "
+                "Pass --tokenizer FOLDER."
             ) from error
         return answer

@@ -73,7 +73,7 @@ class Runner:
                 open_tasks = [task for task in tasks if task in open_tasks or task.name in compared]
             compared |= {task.name for task in open_tasks if isinstance(task, ReferenceTask)}
             if not tasks:
-                self.display.say(f"{spec.label}: none of the tasks is measured in chunks of this size")
+                self.display.say(f"{spec.label}: skipped: no requested task can be measured with this chunk size")
             elif not open_tasks:
                 self.display.say(f"{spec.label}: already measured")
             else:
@@ -89,7 +89,7 @@ class Runner:
             finally:
                 self._gpus.put(gpu)
                 if spec.is_reference:
-                    self.material.settle_reference("the server of none did not get that far")
+                    self.material.settle_reference("the run of method none ended before its distributions were stored")
                 self.display.finish(spec.label)
 
         for gpu in (launch.gpus or ("",)) * launch.parallel:

@@ -123,9 +123,9 @@ def parse(text: str) -> MethodSpec:
     if method not in (REFERENCE, "fp8", *METHOD_NAMES):
         raise unknown("--methods", method, (REFERENCE, "fp8", *METHOD_NAMES))
     if method == "fp8" and bits not in FP8:
-        raise KVQuantError(f"--methods {text!r}: FP8 comes as fp8:e4m3 (fp8) or fp8:e5m2.")
+        raise KVQuantError(f"--methods {text!r}: choose fp8:e4m3, which is the default of fp8, or fp8:e5m2.")
     if method == REFERENCE and (bits or rotations):
-        raise KVQuantError(f"--methods {text!r}: none takes no bits and no rotations.")
+        raise KVQuantError(f"--methods {text!r}: none takes no bits and no rotations; leave them out.")
     if at:
         folder = Path(rotations).expanduser()
         if folder.exists():
@@ -190,9 +190,7 @@ def parse_list(text: str, chunks: Sequence[int | None] = (CHUNK,)) -> list[Metho
     labels = [spec.label for spec in specs]
     for label in labels:
         if labels.count(label) > 1:
-            raise KVQuantError(
-                f"--methods: {label!r} twice; only the last part of a rotation folder's path distinguishes it."
-            )
+            raise KVQuantError(f"--methods: {label!r} twice; give it once, or rotation folders of different names.")
     return specs
 
 

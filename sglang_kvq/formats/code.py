@@ -54,10 +54,10 @@ class CodeFormat:
         if not 0.5 <= self.gain <= 2 or (self.gain != 1 and self.statistic == "minmax"):
             raise KVQuantError(f"code format: gain={self.gain!r}: must be 0.5 to 2, and 1 for statistic 'minmax'.")
         if self.axis == "channel" and self.statistic == "norm":
-            raise KVQuantError("code format: statistic 'norm' needs a token's whole row; use axis='token'.")
+            raise KVQuantError("code format: statistic 'norm' scales a token's whole row; use axis='token'.")
         if self.axis == "channel" and self.centred:
             raise KVQuantError(
-                "code format: centred=True: codes per channel have an offset of their own; use axis='token'."
+                "code format: centred=True: codes per channel already store an offset; use axis='token'."
             )
 
     @property

@@ -95,8 +95,8 @@ class PageFormat:
                 )
         if self.v.centred:
             raise KVQuantError(
-                f"values in {self.v.describe()}: only keys can be centred, as their mean costs one product with the "
-                "query; use centred=False."
+                f"values in {self.v.describe()}: only keys can be centred, because the query is multiplied by their "
+                "mean once per page; use centred=False."
             )
 
     #: False: scales adapt to the stored data. By measurement, quantizing a first token costs no accuracy.

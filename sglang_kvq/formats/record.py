@@ -94,4 +94,4 @@ def code_bits(code: RecordCode) -> float:
         return code.bits
     if isinstance(code, PlaneCode):
         return code.total / PLANES
-    raise TypeError(f"{type(code).__name__} does not say its bits")
+    raise TypeError(f"code_bits: {type(code).__name__} is not a known kind of code.")

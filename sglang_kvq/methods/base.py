@@ -109,7 +109,7 @@ class Method:
             ValueError: pages are planes; ``rotations.resolve`` chooses their codes.
         """
         if self.planes:
-            raise ValueError(f"{self.name} has planes, which are chosen for each layer")
+            raise ValueError(f"{self.name}: codes of planes differ by layer; rotations.resolve chooses them.")
         return replace(self.k, bits=math.ceil(bits)), replace(self.v, bits=math.floor(bits))
 
 

@@ -32,14 +32,14 @@ def plan(
     gpu: Annotated[str, typer.Option(help="h100, h200 or another known name, or GIB:TB/S, such as 80:3.35.")],
     count: Annotated[int | None, typer.Option(help="GPUs in all; default --tp.")] = None,
     tp: Annotated[int, typer.Option(help="GPUs that hold one copy of the model.")] = 1,
-    context: Annotated[str | None, typer.Option(help="The wish: tokens of a request, such as 32K.")] = None,
-    concurrency: Annotated[int | None, typer.Option(help="The wish: requests at once.")] = None,
+    context: Annotated[str | None, typer.Option(help="Wanted load: tokens of a request, such as 32K.")] = None,
+    concurrency: Annotated[int | None, typer.Option(help="Wanted load: requests at once.")] = None,
     mem_fraction_static: Annotated[float, typer.Option(help="The server's flag.")] = 0.85,
-    weights: Annotated[float | None, typer.Option(help="GiB of the weights, if nothing tells them.")] = None,
+    weights: Annotated[float | None, typer.Option(help="GiB of the weights, if their size is not known.")] = None,
     trust_remote_code: Annotated[bool, typer.Option(help="Run the code of the model's config.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON value on stdout instead of text.")] = False,
 ) -> None:
-    """Show what fits on GPUs that need not be here, and what serves a wish; exit status 1 if nothing does."""
+    """Show what fits on given GPUs, and which method serves a wanted load; needs no GPU. Exit status 1 if none does."""
     from sglang_kvq.planning import plan as planning
     from sglang_kvq.planning.gpus import GIB, find_gpu
     from sglang_kvq.planning.weights import Weights, find_weights
@@ -48,7 +48,8 @@ def plan(
     place = planning.Place(find_gpu(gpu), tp if count is None else count, tp, mem_fraction_static)
     if (context is None) != (concurrency is None):
         named = f"--context {context}" if concurrency is None else f"--concurrency {concurrency}"
-        raise KVQuantError(f"{named}: a wish has both; add {'--concurrency' if concurrency is None else '--context'}.")
+        missing = "--concurrency" if concurrency is None else "--context"
+        raise KVQuantError(f"{named}: a load needs both; add {missing}.")
     tokens = None if context is None else parse_tokens("--context", context)
     if concurrency is not None and concurrency < 1:
         raise KVQuantError(f"--concurrency {concurrency}: must be at least 1.")
@@ -59,7 +60,8 @@ def plan(
     doctor_model.check_served(read, request.config, tp)
     if tokens is not None and tokens > read.context_len:
         raise KVQuantError(
-            f"--context {context}: the config of {model} ends at {read.context_len:,}; choose at most that."
+            f"--context {context}: {model} supports at most {read.context_len:,} tokens; choose "
+            f"{read.context_len:,} or less."
         )
     if weights is None:
         found = find_weights(model, read.hf_config, trust_remote_code=trust_remote_code)
@@ -155,15 +157,15 @@ def _table(planner: Planner, rows: list[Row]) -> Table:
 
 def _advice(planner: Planner, best: Row | None, flags: list[str]) -> Iterator[str]:
     """Yields lines that explain the columns and name the method and the command that serve the wish."""
-    yield "bits: of an element of the history. at: requests of so many tokens at once."
+    yield "bits: per element of the history. at: requests of that many tokens that fit at once."
     wish = planner.wish
     if wish is None:
-        yield "--context and --concurrency add what serves a wish, and the command."
+        yield "--context and --concurrency also show which method serves that load, and its command."
         return
     yield "step: a decode step takes longer than reading weights and cache once, at the data sheet's bandwidth."
     name = f"{wish.concurrency} requests of {short(wish.context)} tokens"
     if best is None:
-        yield f"No method serves {name}; add GPUs (--count), or wish for less."
+        yield f"No method serves {name}; add GPUs (--count), or lower --context or --concurrency."
         return
     budget = "" if best.budget is None else f", --kv-quant-bf16-budget {best.budget:g}"
     yield f"Most bits that serve {name}: {best.name} at {best.bits:.2f}{budget}:"

@@ -50,7 +50,7 @@ class Place:
         if self.tp < 1:
             raise KVQuantError(f"--tp {self.tp}: must be the GPUs that hold one copy of the model, at least 1.")
         if self.count < 1 or self.count % self.tp:
-            raise KVQuantError(f"--count {self.count}: must be a multiple of --tp {self.tp}, at least that.")
+            raise KVQuantError(f"--count {self.count}: must be a multiple of --tp {self.tp}, and at least {self.tp}.")
         if not 0 < self.fraction < 1:
             raise KVQuantError(f"--mem-fraction-static {self.fraction:g}: must be above 0 and below 1.")
 
@@ -69,8 +69,9 @@ class Place:
         left = int(self.gpu.memory * self.fraction) - mine
         if left <= 0:
             raise KVQuantError(
-                f"--gpu {self.gpu.name}: {self.fraction:g} of its {self.gpu.memory / GIB:.1f} GiB do not hold "
-                f"{mine / GIB:.1f} GiB of weights; raise --tp, or choose a larger one."
+                f"--gpu {self.gpu.name}: {self.fraction:g} of its {self.gpu.memory / GIB:.1f} GiB leave no "
+                f"memory for the cache after {mine / GIB:.1f} GiB of weights per GPU; raise --tp, or choose a larger "
+                "GPU."
             )
         return left
 

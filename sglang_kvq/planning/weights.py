@@ -88,7 +88,7 @@ def _on_hub(path: str) -> Iterator[tuple[str, str, Sequence[int]]]:
         found = get_safetensors_metadata(path)
     except Exception as error:  # errors of the HTTP library that huggingface_hub uses
         raise KVQuantError(
-            f"{path}: the hub does not tell the size of its weights ({type(error).__name__}: {first_line(error)}); "
+            f"{path}: cannot read the size of its weights from the hub ({type(error).__name__}: {first_line(error)}); "
             "pass --weights GIB."
         ) from None
     for file in found.files_metadata.values():
@@ -116,7 +116,7 @@ def _by_config(path: str, hf_config: Any, trust_remote_code: bool) -> Iterator[t
 
     if getattr(hf_config, "quantization_config", None):
         raise KVQuantError(
-            f"{path}: it has no weights here, and its config says they are quantized; pass --weights GIB."
+            f"{path}: the folder has no weights, and its config says they are quantized; pass --weights GIB."
         )
     try:
         with torch.device("meta"):
@@ -125,8 +125,8 @@ def _by_config(path: str, hf_config: Any, trust_remote_code: bool) -> Iterator[t
             )
     except Exception as error:  # transformers may raise anything for a class that it lacks
         raise KVQuantError(
-            f"{path}: it has no weights here, and transformers cannot build it from its config ({first_line(error)}); "
-            "pass --weights GIB."
+            f"{path}: the folder has no weights, and transformers cannot build the model from its config "
+            f"({first_line(error)}); pass --weights GIB."
         ) from None
     for name, tensor in model.named_parameters():  # names shared parameters once
         yield name, "BF16", tuple(tensor.shape)

@@ -207,7 +207,9 @@ def check_rotations(rotations: Rotations, *, layers: int, kv_heads: int, head_di
             wrong = (given[name] <= 0).any(-1) | (given[name].diff(dim=-1) > 0).any(-1)
             _refuse_head(where, name, wrong, f"are not positive and descending, which planes require; {fix}")
     if transform and rotations.meta.importance is None:
-        raise KVQuantError(f"{where}: its config.json has no importance, which the division of bits requires; {fix}")
+        raise KVQuantError(
+            f"{where}: its config.json has no field importance, which is needed to divide bits among layers; {fix}"
+        )
     for name, reader in (("k", "q"), ("v", "o")):
         product = given.get(reader, given[name]).double() @ given[name].double().mT
         error = (product - torch.eye(head_dim, dtype=torch.float64)).abs().amax((-1, -2))

@@ -104,7 +104,7 @@ class EpisodicConfig:
                 )
             if name.lower() in taken:
                 raise KVQuantError(
-                    f"--episodic-{flag}-header {name}: it says something else already; give another header."
+                    f"--episodic-{flag}-header {name}: this header already has another use; give another header."
                 )
             taken.add(name.lower())
 
@@ -127,8 +127,8 @@ class EpisodicConfig:
         always = max(sink_tokens, PAGE_SIZE) + recent_tokens
         if self.segment > recent_tokens + PAGE_SIZE:
             raise KVQuantError(
-                f"--episodic-segment {self.segment}: the last, unfinished segment could not be found; at most "
-                f"{recent_tokens + PAGE_SIZE} with --kv-quant-recent {recent_tokens}."
+                f"--episodic-segment {self.segment}: a question could not find the last, unfinished segment; give at "
+                f"most {recent_tokens + PAGE_SIZE} with --kv-quant-recent {recent_tokens}."
             )
         if self.budget < (least := always + self.segment + self.block):
             raise KVQuantError(

@@ -160,18 +160,23 @@ class EpisodesOfSession:
         return clusters + sum(BYTES + prompt.nbytes for prompt in self.prompts.values())
 
     def prompt(
-        self, number: int, rows: np.ndarray, text: Callable[[int], str], encode: Callable[[str], list[int]]
+        self,
+        clusters: Episodes,
+        number: int,
+        rows: np.ndarray,
+        text: Callable[[int], str],
+        encode: Callable[[str], list[int]],
     ) -> np.ndarray:
         """Returns the patched prompt of an episode: int64 ``[<= PROMPT_TOKENS]``.
 
         Args:
+            clusters: the result of ``divide``.
             number: the episode.
             rows: see ``divide``.
             text: returns a segment's text; encode: returns a text's token ids.
         """
-        assert self.clusters is not None
         if number not in self.prompts:
-            chosen = medoids(rows[: self.segments], self.clusters, number, MEDOIDS)
+            chosen = medoids(rows[: self.segments], clusters, number, MEDOIDS)
             ids = encode(patched_prompt([text(int(segment)) for segment in chosen]))
             self.prompts[number] = np.asarray(ids[:PROMPT_TOKENS], np.int64)
         return self.prompts[number]

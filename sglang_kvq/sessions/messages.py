@@ -130,7 +130,7 @@ class Fold:
 
     def __post_init__(self) -> None:
         if not self.name:
-            raise KVQuantError("a fold without a name: what it makes must be found by one.")
+            raise KVQuantError("a fold without a name: its prefix is found by name; give one.")
         if not 0 < self.kept <= self.length or self.kept % PAGE_SIZE or self.length % PAGE_SIZE:
             raise KVQuantError(
                 f"a fold of {self.length} tokens into {self.kept}: both must be multiples of {PAGE_SIZE}, one page at "
@@ -175,8 +175,8 @@ class FoldedPrefix:
     def __post_init__(self) -> None:
         if self.tokens < PAGE_SIZE or self.tokens % PAGE_SIZE or self.offset < 0:
             raise KVQuantError(
-                f"an episode of {self.tokens} tokens, {self.offset} positions before what follows: must be a multiple "
-                f"of {PAGE_SIZE}, above 0, and not below 0."
+                f"an episode of {self.tokens} tokens at offset {self.offset}: the tokens must be a positive multiple "
+                f"of {PAGE_SIZE}, and the offset at least 0."
             )
 
     def encode(self) -> str:

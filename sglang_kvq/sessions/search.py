@@ -119,7 +119,9 @@ def rank_windows(
         KVQuantError: ``pages`` and ``index`` have different lengths, or ``size`` is below 1.
     """
     if len(pages) != len(index):
-        raise KVQuantError(f"embeddings of {len(pages)} pages beside an index of {len(index)}: give both of the same.")
+        raise KVQuantError(
+            f"embeddings of {len(pages)} pages, but an index of {len(index)}: give both for the same pages."
+        )
     both = index.scores(question, size), unit(runs(pages, size)) @ row
     return np.argsort(-fuse(*both), kind="stable")
 

@@ -109,7 +109,7 @@ class SessionStore:
             return self._sessions[tenant, session_id]
         except KeyError:
             raise KVQuantError(
-                f"session {session_id!r}: not known; it was never used with this key, deleted or forgotten."
+                f"session {session_id!r}: unknown; it was never used with this key, or has been deleted or forgotten."
             ) from None
 
     def holds(self, session: Session) -> bool:

@@ -45,7 +45,7 @@ class Refused:
     allowed: tuple[object, ...] = (None, False, "")
 
 
-_SPEC = f"this way of drafting is not served yet; {', '.join(SERVED)} are"
+_SPEC = f"this way of drafting is not supported yet; supported are {', '.join(SERVED)}"
 _HOST = "pages are moved by SGLang as plain BF16 rows, which the 2-bit cache does not have"
 _SPLIT = "this way of splitting the cache over workers is not supported yet"
 _SHARED = "the value rotation is folded into this server's weights, so they cannot be shared or arrive later"
@@ -55,9 +55,9 @@ _ONE = (None, 1)
 #: Refused settings, sorted by subject. LoRA is allowed: with it, the value rotation is applied at run time.
 REFUSED: tuple[Refused, ...] = (
     Refused("speculative_algorithm", _SPEC, (None, *SERVED)),
-    Refused("speculative_eagle_topk", "drafts that branch are verified for NGRAM only; draft a chain, with 1", _ONE),
-    Refused("speculative_adaptive", "numbers of drafts that change are not served yet"),
-    Refused("speculative_draft_kv_cache_dtype", "its price is not known; use auto", tuple(DRAFT_DTYPES)),
+    Refused("speculative_eagle_topk", "drafts that branch are supported with NGRAM only; use 1, for a chain", _ONE),
+    Refused("speculative_adaptive", "a changing number of drafts is not supported yet"),
+    Refused("speculative_draft_kv_cache_dtype", "its memory use is not known; use auto", tuple(DRAFT_DTYPES)),
     Refused("enable_multi_layer_eagle", _SPEC),
     Refused("decoupled_spec_role", _SPEC, (None, "null")),
     Refused("enable_lmcache", _HOST),
@@ -67,7 +67,7 @@ REFUSED: tuple[Refused, ...] = (
     Refused("radix_cache_backend", "another prefix cache is not supported"),
     Refused("disaggregation_decode_enable_offload_kvcache", _HOST),
     Refused("disaggregation_decode_retraction_backup", _HOST, (None, "none", "cpu_tensor")),
-    Refused("enable_pd_role_switch", "room for transfers is divided for one role"),
+    Refused("enable_pd_role_switch", "memory for transfers is reserved for one role"),
     Refused("encoder_only", "an encoder has no KV cache"),
     Refused("dcp_size", _SPLIT, _ONE),
     Refused("attn_cp_size", _SPLIT, _ONE),
@@ -99,9 +99,9 @@ REFUSED: tuple[Refused, ...] = (
     Refused("checkpoint_engine_wait_weights_before_ready", _SHARED),
     Refused("startup_weight_load_mode", _SHARED, (None, "serial")),
     Refused("model_impl", "attention layers of other implementations cannot be checked", (None, "auto", "sglang")),
-    Refused("use_ray", "schedulers that Ray starts are not checked"),
-    Refused("smg_grpc_mode", "schedulers that this server starts are not checked"),
-    Refused("grpc_mode", "schedulers that this server starts are not checked"),
+    Refused("use_ray", "the plugin cannot check schedulers that Ray starts"),
+    Refused("smg_grpc_mode", "the plugin cannot check schedulers that this server starts"),
+    Refused("grpc_mode", "the plugin cannot check schedulers that this server starts"),
 )
 
 #: Environment variables of SGLang that are refused, why, and in which releases.
@@ -158,7 +158,7 @@ def check_flags(values: Mapping[str, Any], device: str) -> None:
     for field in ("attention_backend", "prefill_attention_backend", "decode_attention_backend"):
         if values.get(field) not in (None, ours):
             flag = "--" + field.replace("_", "-")
-            found.append(f"{flag} {values[field]}: --kv-quant brings its own; leave the flag out.")
+            found.append(f"{flag} {values[field]}: --kv-quant uses its own attention backend; leave the flag out.")
     graphs = str(values.get("cuda_graph_backend_prefill") or "disabled").rpartition(".")[2].lower()
     if graphs not in (served := compat.prefill_graphs(device)):
         found.append(
@@ -170,7 +170,7 @@ def check_flags(values: Mapping[str, Any], device: str) -> None:
         found.append(f"--chunked-prefill-size {chunk}: must be a multiple of {PAGE_SIZE}.")
     breadth = values.get("speculative_ngram_max_bfs_breadth")
     if values.get("speculative_algorithm") == BRANCHING and breadth not in _ONE:
-        found.append(f"--speculative-ngram-max-bfs-breadth {breadth}: wider trees need other attention; set it to 1.")
+        found.append(f"--speculative-ngram-max-bfs-breadth {breadth}: wider trees are not supported; set it to 1.")
     for name, why, versions in REFUSED_ENVIRONMENT:
         on = os.environ.get(name, "").lower() not in ("", "0", "false", "no", "off")
         if on and compat.applies(versions, compat.sglang_version()):
@@ -250,7 +250,8 @@ def check_resolved(server_args: ServerArgs, config: KVQuantConfig) -> None:
     hicache_checks.check_resolved(server_args, config, model)
     if model.is_hybrid_swa and (canary := compat.resolved(server_args, "kv_canary", "none")) not in (None, "none"):
         raise KVQuantError(
-            f"--kv-canary {canary}: it knows no pool of sliding windows beside ours; leave the flag out."
+            f"--kv-canary {canary}: the canary does not support a model with sliding windows and --kv-quant; leave the "
+            "flag out."
         )
     check_mixed(server_args, model)
     check_query_heads(model, attention_workers(server_args))
@@ -287,7 +288,7 @@ def check_mixed(server_args: ServerArgs, model: ModelConfig) -> None:
     }
     beside = next((what for what, there in untried.items() if there), None)
     if beside is not None:
-        raise KVQuantError(f"--enable-mixed-chunk: mixed batches of {beside} were not tried; leave the flag out.")
+        raise KVQuantError(f"--enable-mixed-chunk: mixed batches with {beside} were not tried; leave the flag out.")
 
 
 def check_named_model(values: Mapping[str, Any], config: KVQuantConfig) -> ModelConfig | None:
@@ -402,7 +403,7 @@ def check_query_heads(model: ModelConfig, workers: int) -> None:
     if group(workers) > MAX_GQA_GROUP:
         enough = next(n for n in (2**i for i in range(20)) if group(n) <= MAX_GQA_GROUP)
         raise KVQuantError(
-            f"{model.model_path} has {group(workers):g} query heads to a KV head, and the kernels take "
+            f"{model.model_path} has {group(workers):g} query heads per KV head, and the kernels support at most "
             f"{MAX_GQA_GROUP}: add --tp {enough}, or serve it without --kv-quant."
         )
 

@@ -67,9 +67,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
             f"{name}: " + ", ".join(f"{w:g}" for w in get_method(name).widths) + _more_widths(get_method(name))
             for name in METHOD_NAMES
         )
-        + ". The first is the default. At a half, keys have the wider codes. auto:2.75 mixes 2 to 4 bits over layers "
-        "by their calibrated sensitivity so that at most 2.75 bits per element are allocated, scales included. "
-        "transform always allocates what it is given, over layers, keys, values and channels by energy.",
+        + ". The first is the default. With a half-bit width (2.5), keys get the wider code. auto:2.75 mixes 2 to 4 "
+        "bits over layers by their calibrated sensitivity so that at most 2.75 bits per element are allocated, scales "
+        "included. transform always allocates what it is given, over layers, keys, values and channels by energy.",
     )
     add("--kv-quant-seed", type=int, metavar="N", help="Seed of random rotations (turboquant). Default: 0.")
     add(

@@ -72,7 +72,7 @@ class TierMetrics:
         self.held_tokens = per_tier("held_tokens", "Tokens of the pages that a tier holds; a page may be in both.")
         self.held_bytes = per_tier("held_bytes", "Bytes of the pages that a tier holds.")
         lost = gauge("lost_window_pages", "Window pages of running requests that are read in few bits, not in BF16.")
-        held_back = gauge("held_back_requests", "Requests that wait since no more windows fit.")
+        held_back = gauge("held_back_requests", "Requests that wait because no further window fits.")
         self.lost_pages, self.held_back = lost.labels(**labels), held_back.labels(**labels)
         self.counters = [
             counter("quantized_pages", "Pages quantized since the server started.").labels(**labels),

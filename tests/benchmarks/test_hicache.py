@@ -61,7 +61,7 @@ def test_prompts_that_take_room_are_new_each_time():
 
 @pytest.mark.parametrize("wrong", [("host", LENGTH), ("device", LENGTH - 64)])
 def test_pages_that_were_elsewhere_have_no_figure(wrong):
-    with pytest.raises(KVQuantError, match="all should be from the device"):
+    with pytest.raises(KVQuantError, match="tokens should come from the device"):
         asking(wrong).row(PROMPT, 0)
 
 
@@ -70,7 +70,7 @@ def test_files_are_counted_and_waited_for(tmp_path):
         (tmp_path / name).write_bytes(b"x" * size)
     assert hicache.files_of(tmp_path) == (2, 40)
     hicache.wait_for_files(tmp_path, 2)
-    with pytest.raises(KVQuantError, match="2 of 3 pages after 0 s"):
+    with pytest.raises(KVQuantError, match="only 2 of 3 pages were stored within 0 s"):
         hicache.wait_for_files(tmp_path, 3, 0.3)
     assert hicache.settled(tmp_path) == (2, 40)
     hicache.forget_files(tmp_path)

@@ -155,7 +155,7 @@ def test_requests_that_the_time_cuts_count_with_what_they_have() -> None:
     ("found", "message"),
     [
         ([request(0, 1, 2, 12), request(0, 0, 1, 0, error="refused")], "1 of 2 requests failed: refused"),
-        ([request(0, 1, 2, 11)], "an answer of 12 tokens has 11"),
+        ([request(0, 1, 2, 11)], "an answer ended after 11 of 12 tokens"),
         ([request(0, 0, 10, 0, cut=True)], "no token in 10 s. Give more time: --seconds"),
     ],
 )

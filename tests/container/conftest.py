@@ -19,7 +19,9 @@ IMAGE = {"images", "restricted", "configured"}
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "ending(make): the container that fixture `ended` gives status and log of")
+    config.addinivalue_line(
+        "markers", "ending(make): makes the container whose status and log the fixture `ended` returns"
+    )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -79,7 +79,7 @@ def test_gain_scales_the_unit_and_costs_little(bits):
         ({"gain": 1.1}, "gain=1.1: .*1 for statistic 'minmax'"),
         (
             {"axis": "channel", "centred": True},
-            "centred=True: codes per channel have an offset of their own; use axis='token'",
+            "centred=True: codes per channel already store an offset; use axis='token'",
         ),
         ({"gain": 3.0, "statistic": "moments"}, "gain=3.0: must be 0.5 to 2"),
         ({"axis": "channel", "statistic": "norm"}, "norm.*use axis='token'"),

@@ -460,15 +460,22 @@ def main(words: Sequence[str] | None = None) -> int:
         help="some of: newcomer, model names, families, crowd, pressed, windows, hybrid, mixed, adapters, cases, "
         "speculation, spec_gpt_oss, spec_qwen3_next, parallel; comma-separated",
     )
-    parser.add_argument("--gpus", type=int, help="use this many; default all")
-    parser.add_argument("--minutes", type=float, default=8.0, help="stop then, whatever is left; default %(default)s")
+    parser.add_argument("--gpus", type=int, help="number of GPUs to use; default all")
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=8.0,
+        help="stop after this many minutes, even if cases are left; default %(default)s",
+    )
     parser.add_argument(
         "--all-prompts",
         action="store_true",
-        help="drafts beside windows or recurrent states with 1,000 prompts, not 200: give it more --minutes",
+        help="test drafts next to windows or recurrent states with 1,000 prompts instead of 200; needs more --minutes",
     )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--lanes", type=int, help="servers at a time; default by the host's cores")
+    parser.add_argument(
+        "--lanes", type=int, help="number of servers at a time; the default depends on the host's cores"
+    )
     parser.add_argument("--logs", type=Path, help="keep the servers' logs and models here")
     args = parser.parse_args(words)
     names = gpu_names() if args.device == "cuda" else []

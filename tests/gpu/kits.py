@@ -440,17 +440,20 @@ def _to_the_end(kit: ModuleType, tokens: int):
 def main() -> int:
     needs = "; ".join(f"{kit}: {what}" for kit, what in NEEDS.items())
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--url", required=True, help="of the running server")
+    parser.add_argument("--url", required=True, help="URL of the running server")
     parser.add_argument("--kits", nargs="+", help=f"default: {' '.join(KITS)}. For servers started for them: {needs}")
-    parser.add_argument("--cpu-sizes", action="store_true", help="as little as the tests on a CPU do")
+    parser.add_argument("--cpu-sizes", action="store_true", help="use the small sizes of the tests on a CPU")
     parser.add_argument(
-        "--kl", type=float, default=0.02, help="most KL of decoding to prefilling (default: %(default)s)"
+        "--kl",
+        type=float,
+        default=0.02,
+        help="largest KL between decoding and prefilling (default: %(default)s)",
     )
     parser.add_argument(
         "--tolerance",
         type=float,
         default=0.4,
-        help="most difference of log-probabilities in jitter (default: %(default)s)",
+        help="largest difference of log-probabilities in jitter (default: %(default)s)",
     )
     parser.add_argument("--output", type=Path, help="JSON file for the rows")
     given = parser.parse_args()

@@ -124,5 +124,5 @@ def test_rows_that_are_not_aligned_are_refused():
         with pytest.raises(KVQuantError, match="host: rows of .* Align both to 16"):
             host_rows.gather_rows(scene.table, scene.source, host, scene.there)
     records = [torch.zeros(3, 1, 24, dtype=torch.uint8, device=DEVICE)]
-    with pytest.raises(KVQuantError, match="layer 0: 24 bytes a page, at 0 of a host page"):
+    with pytest.raises(KVQuantError, match="layer 0: records of 24 bytes per page, from address .* and at offset 0"):
         host_rows.row_table(records, [0])

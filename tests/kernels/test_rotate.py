@@ -77,7 +77,7 @@ def test_the_mean_is_taken_off_before_the_one_rounding(stored, shared):
 
 def test_a_mean_of_keys_that_are_not_rotated_is_refused():
     x = activations(HEADS[1], 3)
-    with pytest.raises(ValueError, match="keys that are rotated"):
+    with pytest.raises(ValueError, match="subtracted from rotated keys only"):
         rotate(x, (None, None, None), mean=torch.zeros(HEADS[1].kv, HEADS[1].head_dim, device=DEVICE))
 
 
@@ -127,7 +127,7 @@ def test_rotate_and_keep_is_rotate_then_store(heads, kind):
     for backend in (ops, reference):
         pool.bf16_pages.copy_(before)
         for name, x, y in zip("qkv", backend.rotate_and_keep(1, loc, *given), backend.rotate(1, *given)):
-            assert torch.equal(x, y), f"{name} is another one"
+            assert torch.equal(x, y), f"{name} differs"
         if backend is ops:
             assert torch.equal(pool.bf16_pages.view(torch.int16), want.view(torch.int16))
 

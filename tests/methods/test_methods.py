@@ -99,7 +99,7 @@ def test_width_that_a_method_does_not_have_is_refused(method, width, message):
         ({"method": "kivi", "group_size": 128}, "--kv-quant-group-size 128: --kv-quant kivi has 32 or 64"),
         (
             {"method": "turboquant", "group_size": 64},
-            "--kv-quant-group-size 64: --kv-quant turboquant has no such groups",
+            "--kv-quant-group-size 64: --kv-quant turboquant has one scale per token row",
         ),
         ({"method": "turboquant", "clip_v": 0.9}, "--kv-quant-clip-v 0.9: --kv-quant turboquant does not clip"),
         (
@@ -110,10 +110,10 @@ def test_width_that_a_method_does_not_have_is_refused(method, width, message):
         ({"method": "kivi", "clip_k": 0.9}, "--kv-quant-clip-k 0.9: --kv-quant kivi does not clip these codes"),
         (
             {"method": "transform", "group_size": 64},
-            "--kv-quant-group-size 64: --kv-quant transform has no such groups",
+            "--kv-quant-group-size 64: --kv-quant transform has one scale per token row",
         ),
-        ({"method": "transform", "clip_k": 0.9}, "--kv-quant-clip-k 0.9: .*does not clip these codes: a row's gain of"),
-        ({"method": "transform", "clip_v": 1.0}, "--kv-quant-clip-v 1.0: .*does not clip these codes: a row's gain of"),
+        ({"method": "transform", "clip_k": 0.9}, "--kv-quant-clip-k 0.9: .*already clips rows where that lowers"),
+        ({"method": "transform", "clip_v": 1.0}, "--kv-quant-clip-v 1.0: .*already clips rows where that lowers"),
         ({"method": "oscar", "seed": 3}, "--kv-quant-seed 3: --kv-quant oscar draws no random rotations"),
         ({"method": "turboquant", "seed": -1}, "--kv-quant-seed -1: must be at least 0"),
     ],

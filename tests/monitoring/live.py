@@ -170,7 +170,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, default=ROOT / ".models" / "SmolLM2-135M-Instruct")
     parser.add_argument("--picture", type=Path, help="PNG to draw")
-    parser.add_argument("--seconds", type=float, default=120, help="of load; default %(default)s")
+    parser.add_argument("--seconds", type=float, default=120, help="seconds of load; default %(default)s")
     parser.add_argument("--start", type=float, default=300, help="seconds until the server must be ready")
     args = parser.parse_args()
     if shutil.which("prometheus") is None:

@@ -40,7 +40,9 @@ class Fault:
         places = {path: path.read_text() for path in (tree / "sglang_kvq").glob(self.file)}
         times = {path: text.count(self.old) for path, text in places.items()}
         if sum(times.values()) != 1:
-            raise ValueError(f"{self.file}: {sum(times.values())} times {self.old!r}. Mend faults.yaml.")
+            raise ValueError(
+                f"{self.file}: {self.old!r} occurs {sum(times.values())} times instead of once. Correct faults.yaml."
+            )
         path = max(times, key=times.__getitem__)
         path.write_text(places[path].replace(self.old, self.new))
         return path, places[path]

@@ -25,7 +25,8 @@ AVOIDED = re.compile(
     r"(?:faster|slower|better|worse|more|less) beside)\b",
     re.IGNORECASE,
 )
-FOLDERS = [*sorted({path.parent.relative_to(ROOT) for path in (ROOT / "sglang_kvq").rglob("*.py")}), Path("launch")]
+ROOTS = ("sglang_kvq", "launch", "tests", "benchmarks")
+FOLDERS = sorted({path.parent.relative_to(ROOT) for name in ROOTS for path in (ROOT / name).rglob("*.py")})
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 

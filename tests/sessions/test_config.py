@@ -31,20 +31,26 @@ def config(**changes) -> EpisodicConfig:
         ({"tenant_share": float("nan")}, "--episodic-tenant-share nan: give a share"),
         ({"tenant_header": "X Tenant"}, "--episodic-tenant-header 'X Tenant': not the name of a header"),
         ({"tenant_header": ""}, "--episodic-tenant-header '': not the name of a header"),
-        ({"tenant_header": "x-Session-ID"}, "--episodic-tenant-header x-Session-ID: it says something else already"),
+        (
+            {"tenant_header": "x-Session-ID"},
+            "--episodic-tenant-header x-Session-ID: this header already has another use",
+        ),
         (
             {"session_header": "a b"},
             "--episodic-session-header 'a b': not the name of a header; give one like X-Session-Id",
         ),
         (
             {"session_header": "authorization"},
-            "--episodic-session-header authorization: it says something else already",
+            "--episodic-session-header authorization: this header already has another use",
         ),
         (
             {"session_header": "X-Key", "tenant_header": "x-key"},
-            "--episodic-tenant-header x-key: it says something else",
+            "--episodic-tenant-header x-key: this header already has another use",
         ),
-        ({"tenant_header": "Authorization"}, "--episodic-tenant-header Authorization: it says something else already"),
+        (
+            {"tenant_header": "Authorization"},
+            "--episodic-tenant-header Authorization: this header already has another use",
+        ),
         ({"idle_seconds": -1.0}, "--episodic-idle -1.0: give seconds"),
         ({"idle_seconds": float("nan")}, "--episodic-idle nan: give seconds"),
         ({"episodes": 4}, "--episodic-episodes 4: --episodic-policy retrieve has no episodes"),

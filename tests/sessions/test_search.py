@@ -81,7 +81,7 @@ def test_windows_by_meaning_and_letters() -> None:
         wanted = np.argsort(-fuse(means @ row, joined.scores("coast")), kind="stable")
         assert rank_windows("coast", row, pages, index, size).tolist() == wanted.tolist()
     assert rank_windows("coast", row, pages, index)[0] in (0, 1)
-    with pytest.raises(KVQuantError, match="embeddings of 4 pages beside an index of 5"):
+    with pytest.raises(KVQuantError, match="embeddings of 4 pages, but an index of 5"):
         rank_windows("coast", row, pages[:4], index)
 
 

@@ -33,7 +33,7 @@ def test_the_session_used_longest_ago_is_forgotten() -> None:
     assert store.use("t", "a") is a
     store.use("t", "c")
     assert [session.id for session in store.of("t")] == ["c", "a"] and store.evicted == 1
-    with pytest.raises(KVQuantError, match="session 'b': not known"):
+    with pytest.raises(KVQuantError, match="session 'b': unknown"):
         store.get("t", "b")
 
 
@@ -87,7 +87,7 @@ def test_tenants_have_sessions_of_their_own() -> None:
     assert one is not other and store.of("one") == [one]
     store.delete("one", "a")
     assert store.of("one") == [] and store.get("other", "a") is other
-    with pytest.raises(KVQuantError, match="not known"):
+    with pytest.raises(KVQuantError, match="unknown; it was never used with this key"):
         store.delete("one", "a")
 
 

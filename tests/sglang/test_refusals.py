@@ -41,14 +41,20 @@ def test_what_fits_is_not_refused(start, tmp_path):
 @pytest.mark.parametrize(
     ("argv", "text"),
     [
-        (["--speculative-algorithm", "DFLASH"], "--speculative-algorithm DFLASH: this way of drafting is not served"),
+        (
+            ["--speculative-algorithm", "DFLASH"],
+            "--speculative-algorithm DFLASH: this way of drafting is not supported",
+        ),
         (["--speculative-algorithm", "NGRAM"], "--speculative-ngram-max-bfs-breadth 10: wider trees"),
         (["--enable-lmcache"], "--enable-lmcache: "),
         (
             ["--disaggregation-mode", "prefill", "--disaggregation-transfer-backend", "mori"],
             "--disaggregation-mode prefill: ",
         ),
-        (["--attention-backend", "flashinfer"], "--attention-backend flashinfer: --kv-quant brings its own"),
+        (
+            ["--attention-backend", "flashinfer"],
+            "--attention-backend flashinfer: --kv-quant uses its own attention backend",
+        ),
         (["--kv-cache-dtype", "fp8_e4m3"], "--kv-cache-dtype fp8_e4m3: "),
         (["--page-size", "16"], "--page-size 16: pages hold 64 tokens"),
         (["--enable-mixed-chunk", "--pp-size", "2"], "--enable-mixed-chunk and --pp-size 2: not tried"),

@@ -59,12 +59,16 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--compressions", default="4,6")
     parser.add_argument("--kv-quant", default="none", help="none first, then methods: none,oscar,transform:2")
-    parser.add_argument("--quant-policies", default=QUANT_POLICIES, help=f"with quantized pages ({QUANT_POLICIES})")
+    parser.add_argument(
+        "--quant-policies", default=QUANT_POLICIES, help=f"policies measured with quantized pages ({QUANT_POLICIES})"
+    )
     parser.add_argument("--limit", type=int, default=8, help="conversations of each dataset")
-    parser.add_argument("--questions", type=int, default=40, help="of each conversation")
+    parser.add_argument("--questions", type=int, default=40, help="questions about each conversation")
     parser.add_argument("--limit-seconds", type=float, help="start no conversation later")
     parser.add_argument("--history-tokens", type=int, help=f"longest history (context - {ROOM}, at most {LONGEST})")
-    parser.add_argument("--sample-tokens", type=int, default=8192, help="of the text that layer budgets follow from")
+    parser.add_argument(
+        "--sample-tokens", type=int, default=8192, help="tokens of the text from which layer budgets follow"
+    )
     parser.add_argument("--block", type=int, default=Settings.block)
     parser.add_argument("--batch", type=int, default=Settings.batch)
     parser.add_argument("--seed", type=int, default=0)
@@ -107,7 +111,9 @@ def run(args: argparse.Namespace, runner: Runner, writer: Writer, embedder: Embe
     policies, quant_policies = (known_names(text.split(",")) for text in (args.policies, args.quant_policies))
     kinds, compressions = args.kv_quant.split(","), _numbers(args.compressions)
     if kinds[0] != "none":
-        raise KVQuantError(f"--kv-quant {args.kv_quant}: give none first, by which the others are measured.")
+        raise KVQuantError(
+            f"--kv-quant {args.kv_quant}: must begin with none, because the other methods are compared with it."
+        )
     if min(compressions) <= 1:
         raise KVQuantError(f"--compressions {args.compressions}: give numbers above 1, such as 4,6.")
     if args.block < PAGE_SIZE or args.block % PAGE_SIZE:

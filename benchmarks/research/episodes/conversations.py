@@ -62,7 +62,7 @@ class Writer:
         before, found, rest = text.partition(_HISTORY)
         between, found_too, self._after = rest.partition(_QUESTION)
         if not found or not found_too or between:
-            raise KVQuantError("the chat template changes what the user says: use a model with a plain one.")
+            raise KVQuantError("the chat template changes the user's text. Use a model with a plain template.")
         self.prefix = self.tokens(before + OPENING)
 
     def tokens(self, text: str) -> list[int]:

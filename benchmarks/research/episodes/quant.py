@@ -46,7 +46,7 @@ def round_trip_of(spec: str, model_path: str, hf_config: Any, device: torch.devi
     method = method_of(spec, model_path, hf_config)
     if any(code.axis != "token" for one in method.formats if isinstance(one, PageFormat) for code in (one.k, one.v)):
         raise KVQuantError(
-            f"--kv-quant {spec}: its codes are not of single tokens, which therefore cannot move; use oscar."
+            f"--kv-quant {spec}: its codes are shared by several tokens, so single tokens cannot move. Use oscar."
         )
     r = method.rotations.to(device)
 

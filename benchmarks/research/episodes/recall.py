@@ -249,7 +249,10 @@ def rows(
     table = []
     for dataset, every in found.items():
         if len(every) < 2:
-            raise KVQuantError(f"{dataset}: {len(every)} conversation, but one chooses and another reports; give two.")
+            raise KVQuantError(
+                f"{dataset}: {len(every)} conversation, but one is needed to choose and another to report. "
+                "Raise --limit."
+            )
         number = np.repeat(np.arange(len(every)), [len(one.questions) for one in every])
         reports = number % 2 == 0
         for search in searches(among):
@@ -294,7 +297,10 @@ def best(table: Sequence[dict[str, Any]]) -> dict[str, Any]:
             name = (row["pieces"], row["ranking"], row["neighbours"])
             of_search.setdefault(name, []).append((row["recall_choose"], row["recall_choose_se"] or 0.0))
     if not of_search:
-        raise KVQuantError(f"--compressions without any of {CHOSEN_BY}: a way to search is chosen by these.")
+        raise KVQuantError(
+            f"--compressions: contains none of {CHOSEN_BY}, which are needed to choose a way to search. "
+            "Add one of them."
+        )
     means = {name: float(np.mean([mean for mean, _ in of])) for name, of in of_search.items()}
     highest = max(means, key=lambda name: means[name])
     # Compressions of a data set err together, so their errors are averaged; those of data sets are independent.
@@ -335,7 +341,7 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--compressions", default=",".join(f"{x:g}" for x in COMPRESSIONS))
     parser.add_argument("--pieces", default=",".join(PIECES))
     parser.add_argument("--limit", type=int, default=6, help="conversations of each dataset")
-    parser.add_argument("--questions", type=int, default=1000, help="of each conversation")
+    parser.add_argument("--questions", type=int, default=1000, help="questions about each conversation")
     parser.add_argument("--history-tokens", type=int, default=LONGEST)
     parser.add_argument("--cache", type=Path, help="an .npz of embeddings by this embedder, made if missing")
     return parser.parse_args(words)
@@ -354,7 +360,10 @@ def run(args: argparse.Namespace, writer: Writer, embedder: Embeds) -> tuple[lis
     if min(compressions) <= 1:
         raise KVQuantError(f"--compressions {args.compressions}: give numbers above 1, such as 4,6.")
     if not set(CHOSEN_BY) & set(compressions):
-        raise KVQuantError(f"--compressions {args.compressions}: give 4 or 6 too, by which a way to search is chosen.")
+        raise KVQuantError(
+            f"--compressions {args.compressions}: contains none of {CHOSEN_BY}, which are needed to choose a way to "
+            "search. Add one of them."
+        )
     for name in ("limit", "questions"):
         if getattr(args, name) < 1:
             raise KVQuantError(f"--{name} {getattr(args, name)}: give 1 or more.")

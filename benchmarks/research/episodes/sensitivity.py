@@ -71,7 +71,7 @@ def layer_budgets(similar: np.ndarray, tokens: int, *, sharpness: float, unit: i
         KVQuantError: ``tokens`` is not a multiple of ``unit``, or less than ``least``.
     """
     if tokens % unit or tokens < least:
-        raise KVQuantError(f"{tokens} tokens in units of {unit}, at least {least}: give a multiple that is not less.")
+        raise KVQuantError(f"a budget of {tokens} tokens: must be a multiple of {unit} and at least {least}.")
     spread = float(similar.max() - similar.min())
     weights = np.ones_like(similar) if spread == 0 else (1 - (similar - similar.min()) / spread) ** sharpness
     total = len(similar) * tokens // unit

@@ -69,7 +69,7 @@ def served(spec: str, model_path: str, hf_config: Any, folder: str | None = None
 def _worker(rotations: Rotations | None, formats: Sequence[RecordFormat], layers: int, heads: int) -> LayerRotations:
     """Returns the rotations of all heads, on the default device."""
     if rotations is None:
-        raise ValueError("a method with learned rotations has some")
+        raise ValueError("no learned rotations were found")
     return rotations_of_worker(rotations, formats, range(layers), heads, 0, heads).to(torch.get_default_device())
 
 

@@ -147,7 +147,7 @@ def main() -> None:
     parser.add_argument("--tried", nargs="*", type=float, default=list(TRIED), help="budgets of the variants")
     parser.add_argument("--only", nargs="*", default=[], help="names of variants")
     parser.add_argument("--errors", action="store_true", help="squared errors only: the model reads nothing")
-    parser.add_argument("--every", type=int, default=2, help="squared errors of each so manieth token")
+    parser.add_argument("--every", type=int, default=2, help="measure squared errors on every N-th token")
     parser.add_argument("--work", type=Path, default=Path("families-work"))
     parser.add_argument("--report", action="store_true")
     parser.add_argument("--out", type=Path)

@@ -39,18 +39,18 @@ class Family:
     Attributes:
         name: text in the legend.
         color, marker: in matplotlib's notation; unique to the family.
-        labelled: True if the points are different methods and get labels, False for one method at several widths.
+        labeled: True if the points are different methods and get labels, False for one method at several widths.
     """
 
     name: str
     color: str
     marker: str
-    labelled: bool = False
+    labeled: bool = False
 
 
 #: Hues that color-blind readers can distinguish (Okabe and Ito); two have a lighter shade for mixed precision.
 FAMILIES = {
-    "fixed": Family("hadamard, int2, int4", "#7f7f7f", "s", labelled=True),
+    "fixed": Family("hadamard, int2, int4", "#7f7f7f", "s", labeled=True),
     "kivi": Family("kivi", "#e69f00", "D"),
     "turboquant": Family("turboquant", "#cc79a7", "^"),
     "oscar": Family("oscar", "#0072b2", "o"),
@@ -58,7 +58,7 @@ FAMILIES = {
     "oscar-lloyd-max": Family("oscar-lloyd-max", "#009e73", "v"),
     "oscar-lloyd-max auto": Family("oscar-lloyd-max auto", "#8fd19e", "X"),
     "transform": Family("transform", "#d55e00", "*"),
-    "other": Family("other", "#000000", "h", labelled=True),
+    "other": Family("other", "#000000", "h", labeled=True),
 }
 #: Methods drawn as horizontal lines: name, color and line style.
 REFERENCES = {"none": ("BF16", "#000000", ":"), "fp8": ("FP8", "#000000", "--")}
@@ -168,7 +168,7 @@ def panel(axes: Any, rows: Sequence[Row], task: str) -> dict[str, Any]:
         axes.set_yscale("log")
     _widen(axes, logarithmic)
     for family in drawn:
-        if family.labelled:
+        if family.labeled:
             _label(axes, family, drawn[family], factor)
     axes.grid(alpha=0.25)
     return legend
@@ -202,7 +202,7 @@ def _series(axes: Any, family: Family, found: Sequence[Point], factor: float, lo
         yerr=[lower, errors],
         fmt=family.marker,
         color=family.color,
-        linestyle="none" if family.labelled else "-",
+        linestyle="none" if family.labeled else "-",
         linewidth=0.6,
         elinewidth=1,
         capsize=2,

@@ -126,8 +126,8 @@ def require(allow_unsandboxed: bool) -> str | None:
         return None
     if not allow_unsandboxed:
         raise KVQuantError(
-            f"generated programs cannot be sandboxed here ({'; '.join(here.why_not)}). {_fix()} On a machine with "
-            "nothing to lose and no network, --allow-unsandboxed runs them with limits on time, memory and files only."
+            f"generated programs cannot be sandboxed here ({'; '.join(here.why_not)}). {_fix()} On a disposable "
+            "machine without a network, pass --allow-unsandboxed: only time, memory and files are then limited."
         )
     return "network and file system were not cut off (--allow-unsandboxed): limits on time and memory only"
 
@@ -150,9 +150,9 @@ def _fix() -> str:
                 "evaluation as root with CAP_SYS_ADMIN."
             )
     return (
-        "Namespaces as needed are in Linux 5.12 and refused by a container's default profile: start it with "
-        "--security-opt seccomp=unconfined --security-opt apparmor=unconfined, or --privileged (Kubernetes: "
-        "seccompProfile and appArmorProfile of type Unconfined), or run the evaluation outside of it."
+        "The sandbox needs Linux 5.12 or newer, and a container's default profile refuses its namespaces: start the "
+        "container with --security-opt seccomp=unconfined --security-opt apparmor=unconfined, or --privileged "
+        "(Kubernetes: seccompProfile and appArmorProfile of type Unconfined), or run the evaluation outside of it."
     )
 
 

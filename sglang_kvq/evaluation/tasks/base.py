@@ -161,6 +161,7 @@ def fitting(flag: str, lengths: Sequence[int], client: Client) -> list[int]:
     found = [length for length in lengths if length <= client.facts.room]
     if not found:
         raise KVQuantError(
-            f"no length fits: {flag} {','.join(map(str, lengths))}, but the server takes {client.facts.room} tokens."
+            f"{flag} {','.join(map(str, lengths))}: no length fits in the {client.facts.room} tokens that the server "
+            "takes. Give a shorter one."
         )
     return found

@@ -46,9 +46,9 @@ class KLTask:
         if not self.texts:
             raise KVQuantError("the kl task needs held-out text: --text FILE (not what rotations were calibrated on).")
         if not 0 <= self.skip < 1:
-            raise KVQuantError(f"--text-skip {self.skip}: a share of the text, at least 0 and below 1.")
+            raise KVQuantError(f"--text-skip {self.skip}: must be a share of the text, at least 0 and below 1.")
         if self.top < 2:
-            raise KVQuantError(f"--kl-top {self.top}: at least 2.")
+            raise KVQuantError(f"--kl-top {self.top}: must be at least 2.")
         for length, count in self.contexts:
             if length <= self.first + 1 or count < 1 or self.first < 1:
                 raise KVQuantError(

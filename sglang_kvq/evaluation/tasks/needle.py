@@ -47,11 +47,11 @@ class NeedleTask:
 
     def __post_init__(self) -> None:
         if not self.lengths or min(self.lengths) < 2 * RESERVED:
-            raise KVQuantError(f"--needle-lengths {self.lengths}: each at least {2 * RESERVED} tokens.")
+            raise KVQuantError(f"--needle-lengths {self.lengths}: each must be at least {2 * RESERVED} tokens.")
         if not self.depths or not all(0 <= depth <= 100 for depth in self.depths):
             raise KVQuantError(f"--needle-depths {self.depths}: each must be a percentage from 0 to 100.")
         if self.trials < 1:
-            raise KVQuantError(f"--needle-trials {self.trials}: at least 1.")
+            raise KVQuantError(f"--needle-trials {self.trials}: must be at least 1.")
 
     def identity(self) -> dict[str, Any]:
         return settings_of(self)

@@ -51,9 +51,9 @@ class RetrievalTask:
         if self.name not in KINDS:
             raise KVQuantError(f"retrieval task {self.name!r}: choose one of {', '.join(KINDS)}.")
         if not self.lengths or min(self.lengths) < 2 * RESERVED:
-            raise KVQuantError(f"--retrieval-lengths {self.lengths}: each at least {2 * RESERVED} tokens.")
+            raise KVQuantError(f"--retrieval-lengths {self.lengths}: each must be at least {2 * RESERVED} tokens.")
         if self.cases < 1:
-            raise KVQuantError(f"--retrieval-cases {self.cases}: at least 1.")
+            raise KVQuantError(f"--retrieval-cases {self.cases}: must be at least 1.")
 
     def identity(self) -> dict[str, Any]:
         return settings_of(self)
@@ -81,7 +81,7 @@ class RetrievalTask:
             return asked | (self.likelihood(case, client, bench) if self.name == "exact_keys" else {})
 
         asked = bench.map(ask, [(length, number) for length in lengths for number in range(self.cases)])
-        return self._outcome(asked, style, lengths)
+        return self._outcome(asked, style, lengths, client.facts.room)
 
     def lines(self, length: int, client: Client, bench: Bench) -> int:
         """Returns the number of lines that fit in a request of ``length`` tokens, minus those reserved.
@@ -116,7 +116,7 @@ class RetrievalTask:
             "value_tokens": len(value),
         }
 
-    def _outcome(self, asked: list[dict[str, Any]], style: str, lengths: list[int]) -> Outcome:
+    def _outcome(self, asked: list[dict[str, Any]], style: str, lengths: list[int], room: int) -> Outcome:
         row: dict[str, Any] = {}
         for length in self.lengths:
             of_length = [one for one in asked if one["length"] == length]
@@ -139,7 +139,10 @@ class RetrievalTask:
                 )
         details = {"style": style, "asked": asked, "items": [one["score"] for one in asked]}
         left_out = [length for length in self.lengths if length not in lengths]
-        warnings = [f"{self.name}: nothing of {length} tokens: longer than the server takes" for length in left_out]
+        warnings = [
+            f"{self.name}: no requests of {length} tokens were measured: the server takes at most {room}"
+            for length in left_out
+        ]
         return Outcome(value, se, len(asked), row, details, warnings)
 
 

@@ -41,8 +41,8 @@ def start_kernel(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constant
     if known is None:
         flags = tuple(not parameter.do_not_specialize for parameter in kernel.params)
         known = _known[kernel.fn] = flags, {}
-    specialised, compiled = known
-    kinds = (driver.active.get_current_device(), *map(_kind, arguments, specialised), *constants.items())
+    specialized, compiled = known
+    kinds = (driver.active.get_current_device(), *map(_kind, arguments, specialized), *constants.items())
     found = compiled.get(kinds)
     if found is None:
         names = kernel.arg_names[len(arguments) :]
@@ -52,13 +52,13 @@ def start_kernel(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constant
     function[(*grid, 1, 1)[:3]](*arguments, *values)
 
 
-def _kind(x: Any, specialised: bool = True) -> Any:
+def _kind(x: Any, specialized: bool = True) -> Any:
     """Returns the kind of an argument: never coarser than Triton's own specialization, and finer for integers."""
     kind = type(x)
     if kind is torch.Tensor:
         return (x.dtype,) if x.data_ptr() % _ALIGNMENT else x.dtype
     if kind is int:
-        return kind if not specialised and x in _INT32 else x
+        return kind if not specialized and x in _INT32 else x
     if isinstance(x, tuple):
         return kind, *[_kind(y) for y in x]
     return kind if kind is float or kind is bool else x

@@ -25,7 +25,8 @@ def in_steps(codes):
 def step(codes):
     """Returns b: twice a level is b times its code, plus 1 if the code is odd."""
     a, b, top = codes.levels[1:]
-    assert top == a + b and 2 * a - b == 1, codes
+    if top != a + b or 2 * a - b != 1:
+        raise ValueError(f"levels {codes.levels}: must be 0, a, b and a + b, where b is 2a - 1.")
     return b
 
 
@@ -179,7 +180,8 @@ def _look_up(codes, nibbles, plane):
     middle = codes.levels[-1] // 2
     table = [(level - middle) & 0xFF for level in codes.levels]
     if codes.bits == 4:
-        assert all(level < middle for level in codes.levels[:8]), codes
+        if any(level >= middle for level in codes.levels[:8]):
+            raise ValueError(f"levels {codes.levels}: the lower eight must be below their middle {middle}.")
         table[8:] = [entry | 0x80 for entry in table[8:]]
     words = [sum(entry << 8 * i for i, entry in enumerate(table[n : n + 4])) for n in range(0, len(table), 4)]
     words = [f"{word:#010x}" for word in words]

@@ -75,7 +75,7 @@ def rotate(
     kv_heads = k.shape[1]
     r_q, r_k, r_v = rotations
     if mean is not None and r_k is None:
-        raise ValueError("a mean is taken off keys that are rotated")
+        raise ValueError("mean given without r_k: the mean is subtracted from rotated keys only. Pass a key rotation.")
     out = [y if r is None else _result(y, given) for y, r, given in zip(x, rotations, space)]
     # Heads are numbered q, k, v, and the launch covers those with work. If a model rotates keys but not values, values
     # are skipped, or only copied to the BF16 pages.

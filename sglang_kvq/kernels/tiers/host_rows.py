@@ -62,8 +62,9 @@ def row_table(records: Sequence[torch.Tensor], offsets: Sequence[int]) -> torch.
     for layer, row in enumerate(rows):
         if any(n % VECTOR for n in row):
             raise KVQuantError(
-                f"layer {layer}: {row.bytes} bytes a page, at {row.offset} of a host page; the kernel moves {VECTOR} "
-                "at a time. Align both."
+                f"layer {layer}: records of {row.bytes} bytes per page, from address {row.address:#x} and at offset "
+                f"{row.offset} of a host page: the kernel moves {VECTOR} bytes at a time. Align address, size and "
+                f"offset to {VECTOR}."
             )
     return torch.tensor(rows, dtype=torch.int64).to(records[0].device)
 
@@ -99,8 +100,8 @@ def _launch(
 ) -> None:
     if host.data_ptr() % VECTOR or host.stride(0) % VECTOR:
         raise KVQuantError(
-            f"host: rows of {host.stride(0)} bytes from address {host.data_ptr():#x}; the kernel moves {VECTOR} at a "
-            f"time. Align both to {VECTOR}."
+            f"host: rows of {host.stride(0)} bytes from address {host.data_ptr():#x}; the kernel moves {VECTOR} "
+            f"bytes at a time. Align both to {VECTOR}."
         )
     rows = len(pages) * layers
     _copy_rows[(min(rows, _GATHERERS if gather else _LOADERS),)](

@@ -64,7 +64,7 @@ def attention_hook(model: Any, hook: AttentionHook, *, batched: bool = False) ->
         if module.layer_idx not in layers:
             raise KVQuantError(
                 f"layer {module.layer_idx} attends, but by the model's config only layers "
-                f"{', '.join(map(str, layers))} are of full attention: such models are not supported."
+                f"{', '.join(map(str, layers))} have full attention: such models are not supported."
             )
         layer = layers.index(module.layer_idx)
         seen[layer] = module

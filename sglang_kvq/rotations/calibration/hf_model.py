@@ -64,7 +64,7 @@ def tokenize(tokenizer: Any, text: str, rows: int) -> torch.Tensor:
     if len(ids) and int(ids.max()) >= rows:
         worst = int(ids.max())
         raise KVQuantError(
-            f"{tokenizer.name_or_path}: its tokenizer gives the text token id {worst} "
+            f"{tokenizer.name_or_path}: its tokenizer produces token id {worst} "
             f"({tokenizer.convert_ids_to_tokens(worst)!r}), and the model's embedding has {rows} rows; the tokenizer "
             "is another model's, or was extended: give the folder with the tokenizer that belongs to these weights."
         )

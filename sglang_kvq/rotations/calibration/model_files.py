@@ -32,7 +32,7 @@ def find_model(path: str, revision: str | None = None) -> dict[str, Any]:
             raise KVQuantError(f"{path}: a file, not the folder of a model; give its folder.")
         return {"revision": revision}
     if not _HUB_ID.fullmatch(path):
-        raise KVQuantError(f"{path}: no such folder, and no hub id ORG/NAME; check the path.")
+        raise KVQuantError(f"{path}: no such folder, and not a hub id ORG/NAME; check the path.")
     from huggingface_hub import HfApi, constants
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
 

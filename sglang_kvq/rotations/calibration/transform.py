@@ -51,8 +51,8 @@ def output_weights(model: Any, ids: torch.Tensor) -> torch.Tensor:
     missing = [layer for layer in range(layers) if layer not in modules]
     if missing:
         raise KVQuantError(
-            f"layers {missing} of those that should be of full attention have no standard one; --kv-quant needs it "
-            "there."
+            f"layers {missing} should have full attention, but have no standard attention layer, which --kv-quant "
+            "needs."
         )
     found = []
     for layer in range(layers):

@@ -133,10 +133,10 @@ def choose_widths(
     k, v = k_costs.numpy(), v_costs.numpy()
     bits = np.array([sum(p) for p in PATTERNS]) / (2 * PLANES)  # keys and values have half of a layer each
     layers = np.arange(len(k))
-    best: tuple[float, np.ndarray] | None = None
+    found: list[tuple[float, np.ndarray]] = []  # not empty: at the first price every layer takes the fewest bits
     low, high = 0.0, float(max(k.max() - k.min(), v.max() - v.min())) * 16 * PLANES + 1.0
     for _ in range(60):
-        price = (low + high) / 2 if best else high
+        price = (low + high) / 2 if found else high
         pairs = _few_pairs(k + price * bits, v + price * bits, most)
         of = (k + price * bits)[:, pairs[:, 0]] + (v + price * bits)[:, pairs[:, 1]]  # [layers, pairs]
         chosen = _spend(k[:, pairs[:, 0]] + v[:, pairs[:, 1]], bits[pairs].sum(1), of.argmin(1), budget * len(k))
@@ -145,11 +145,9 @@ def choose_widths(
             continue
         high = price
         mine = pairs[chosen]
-        cost = float((k[layers, mine[:, 0]] + v[layers, mine[:, 1]]).sum())
-        if best is None or cost < best[0]:
-            best = (cost, mine)
-    assert best is not None  # at the first price every layer takes the fewest bits
-    return [(PATTERNS[a], PATTERNS[b]) for a, b in best[1]]
+        found.append((float((k[layers, mine[:, 0]] + v[layers, mine[:, 1]]).sum()), mine))
+    _, best = min(found, key=lambda one: one[0])
+    return [(PATTERNS[a], PATTERNS[b]) for a, b in best]
 
 
 def _few_pairs(k: np.ndarray, v: np.ndarray, most: int) -> np.ndarray:

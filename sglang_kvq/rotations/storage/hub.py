@@ -106,8 +106,7 @@ def _match(contents: dict[str, set[str]], wanted: str, repo: str, at: str) -> st
     if matches:
         choices = ", ".join(f"{repo}/{f}{at}" for f in matches)
         raise KVQuantError(
-            f"{repo}/{wanted}{at}: several folders are about this model: {choices}. Choose one with "
-            "--kv-quant-rotations."
+            f"{repo}/{wanted}{at}: several folders match this model: {choices}. Choose one with --kv-quant-rotations."
         )
     near = [f for f in folders if wanted and wanted.split("/")[0].lower()[:6] in f.lower()] or folders
     listed = ", ".join(f"{repo}/{f}{at}" for f in near[:8]) or "none at all"
@@ -201,9 +200,9 @@ def _check_registry(location: HubLocation, names: tuple[str, ...]) -> None:
     entry = published_at(location)
     if entry and entry.per_head and not set(published.PER_HEAD) <= set(names):
         raise KVQuantError(
-            f"{location}: of this model's rotations only the shared ones are here ({', '.join(names)}), which cost it "
-            f"most of its accuracy; {' and '.join(published.PER_HEAD)} are needed. Fetch them with a network, or make "
-            "rotations with `kvq calibrate MODEL`."
+            f"{location}: of this model's rotations only the shared ones are here ({', '.join(names)}), with which "
+            f"it loses most of its accuracy; {' and '.join(published.PER_HEAD)} are needed. Fetch them with a network, "
+            "or make rotations with `kvq calibrate MODEL`."
         )
 
 
@@ -211,7 +210,8 @@ def _explained(error: KVQuantError, location: HubLocation, listing: _Listing) ->
     """Extends the error for a folder that was not found with reasons why the search may have missed it."""
     text, entry = str(error), published_at(location)
     if listing.error is not None:
-        text = f"{text} The hub cannot be reached ({_reason(listing.error)}); only {listing.snapshot} was looked at."
+        reason = _reason(listing.error)
+        text = f"{text} The hub cannot be reached ({reason}), so only the cached copy {listing.snapshot} was searched."
     if entry is not None and entry.inferred:
         text = f"{text} The name {entry.path} is inferred from its authors' scripts."
     return KVQuantError(text)
@@ -245,7 +245,7 @@ def push(folder: Path, target: str, card: str) -> str:
         )
     except Exception as error:
         raise KVQuantError(
-            f"{target}: the hub did not take {folder} ({type(error).__name__}: {first_line(error)}). The folder is "
+            f"{target}: uploading {folder} failed ({type(error).__name__}: {first_line(error)}). The folder is "
             f"complete; check the network and your rights to {repo}, then `kvq push {folder} {target}`."
         ) from error
     return f"https://huggingface.co/{repo}" + (f"/tree/main/{where}" if where else "")

@@ -138,7 +138,7 @@ def _declared_version(folder: Path, data: dict[str, bytes]) -> Any:
     try:
         config = json.loads(data.get(CONFIG_FILE, b"{}"))
     except (ValueError, RecursionError) as error:
-        raise KVQuantError(f"{folder / CONFIG_FILE}: no JSON ({first_line(error)}). {_FETCH}") from error
+        raise KVQuantError(f"{folder / CONFIG_FILE}: not valid JSON ({first_line(error)}). {_FETCH}") from error
     if not isinstance(config, dict):
         raise KVQuantError(f"{folder / CONFIG_FILE}: not a JSON object ({shorten(config)}). {_FETCH}")
     version = config.get("format_version")
@@ -184,7 +184,7 @@ class _File:
         if type(key) is str and re.fullmatch("[0-9]{1,6}", key):
             key = int(key)
         if type(key) is not int or not 0 <= key < 10**6:
-            raise KVQuantError(f"{self.path}: {shorten(key)} is no layer's number. Fetch the file again.")
+            raise KVQuantError(f"{self.path}: {shorten(key)} is not a layer number. Fetch the file again.")
         return key
 
     def layers_of(self, layers: int | None, numbers: LayerNumbers | None) -> list[int]:

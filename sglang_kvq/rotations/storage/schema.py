@@ -115,9 +115,9 @@ def plain_tensor(where: str, name: str, x: Any, shape: Sequence[int] | None = No
 
 def _problem(x: Any, shape: Sequence[int] | None) -> str | None:
     if not isinstance(x, torch.Tensor):
-        return f"is no tensor ({type(x).__name__})"
+        return f"is not a tensor ({type(x).__name__})"
     if x.layout is not torch.strided or x.is_quantized or x.device.type != "cpu":
-        return f"is no dense tensor in memory ({x.layout}, {x.device})"
+        return f"is not a dense CPU tensor ({x.layout}, {x.device})"
     if x.dtype not in DTYPES:
         return f"has dtype {x.dtype}, expected {DTYPES[0]}"
     if shape is not None and list(x.shape) != list(shape):

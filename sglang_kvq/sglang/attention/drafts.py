@@ -115,7 +115,10 @@ class SeenBuffers:
             RuntimeError: ``batch`` exceeds the maximum.
         """
         if batch > self.rows:
-            raise RuntimeError(f"kv-quant: {batch} requests to verify, but at most {self.rows}; please report this.")
+            raise RuntimeError(
+                f"kv-quant: a batch of {batch} requests to verify, but at most {self.rows} are possible; please report "
+                "this."
+            )
         if count not in self._buffers:
             self._buffers[count] = chain(count, self.device).expand(self.rows, -1).contiguous()
         return self._buffers[count][:batch]

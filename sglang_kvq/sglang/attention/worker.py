@@ -77,7 +77,7 @@ def create_backend(model_runner: ModelRunner) -> AttentionBackend:
     for line in describe(state.status):
         logger.info("kv-quant %s", line)
     if pool.device.type == "cuda":
-        logger.info("kv-quant compiles kernels that are not in %s yet: a minute on a new host", triton_cache())
+        logger.info("kv-quant compiles kernels that %s lacks; on a new host this takes about a minute", triton_cache())
     if config.capture:
         from sglang_kvq.sglang.attention.capture_backend import capture_backend
 

@@ -24,16 +24,20 @@ _OFF = (None, False, "")
 
 #: Field of ServerArgs, why it is refused, and its harmless values.
 REFUSED: tuple[tuple[str, str, tuple[object, ...]], ...] = (
-    ("disaggregation_transfer_backend", f"{', '.join(BACKENDS)} carry quantized pages", (None, *BACKENDS)),
+    (
+        "disaggregation_transfer_backend",
+        f"quantized pages can be sent by {', '.join(BACKENDS)} only",
+        (None, *BACKENDS),
+    ),
     ("enable_hierarchical_cache", f"the pair is {_UNTRIED}", _OFF),
     ("enable_dp_attention", _UNTRIED, _OFF),
     ("enable_mixed_chunk", _UNTRIED, _OFF),
-    ("disaggregation_enable_kv_checksum", "it is taken before the last pages are quantized", _OFF),
+    ("disaggregation_enable_kv_checksum", "the checksum is taken before the last pages are quantized", _OFF),
     ("disaggregation_decode_host_receive_threshold", _PLAIN, (None, 1, 1.0)),
     ("disaggregation_decode_allocation_policy", _UNTRIED, (None, "early")),
     ("optimistic_prefill_attempts", _UNTRIED, (None, 0)),
     ("enable_streaming_session", _UNTRIED, _OFF),
-    ("kv_canary", "what it checks is not sent", (None, "none")),
+    ("kv_canary", "the canary's notes are not sent with the pages", (None, "none")),
 )
 
 #: Environment variables of SGLang that are refused, and why.
@@ -94,8 +98,8 @@ def refused_settings(server_args: ServerArgs, config: KVQuantConfig, model: Mode
         found.append(f"--episodic-policy {config.episodic.policy} {with_mode}: {_UNTRIED}.")
     if config.recent_min is not None:
         found.append(
-            f"--kv-quant-recent-min {config.recent_min} {with_mode}: windows travel whole; leave --kv-quant-recent-min "
-            "out."
+            f"--kv-quant-recent-min {config.recent_min} {with_mode}: a window is sent whole; leave "
+            "--kv-quant-recent-min out."
         )
     served, algorithm = [("a model", model)], compat.resolved(server_args, "speculative_algorithm")
     if algorithm not in (None, BRANCHING):

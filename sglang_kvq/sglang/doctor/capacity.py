@@ -90,7 +90,10 @@ def _with_windows(config: KVQuantConfig, geometry: KVGeometry, model: ModelConfi
     slots = bf16_slots(config, geometry, split.bf16_budget)
     left = max(memory - reserved_bytes(geometry, slots), 0)
     if split.tokens <= 0 or left == 0:
-        raise KVQuantError(f"{memory / 2**20:.0f} MiB hold no page beside the sliding windows; give more --memory.")
+        raise KVQuantError(
+            f"{memory / 2**20:.0f} MiB do not hold a single page in addition to the sliding windows; give more "
+            "--memory."
+        )
     pages = int(left / token_bytes(geometry, of_token, split.ratio)) // PAGE_SIZE
     layout = divide(config, geometry, pages=pages, slots=slots)
     plain = memory / (geometry.slot_bytes / PAGE_SIZE + STOCK_RATIO * of_token)

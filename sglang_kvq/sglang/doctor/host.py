@@ -131,7 +131,10 @@ def driver() -> str:
         return "no NVIDIA driver: only tests and the demo run here"
     named = f"NVIDIA driver {version or 'of unknown version'}"
     if supported is None:
-        raise KVQuantError(f"{named} is loaded, but libcuda.so.1 cannot be: docker run --gpus all, or install it.")
+        raise KVQuantError(
+            f"{named} is loaded, but libcuda.so.1 cannot be loaded. In Docker, add --gpus all; otherwise install the "
+            "driver's libraries."
+        )
     import torch
 
     named += f" for CUDA {supported[0]}.{supported[1]}"

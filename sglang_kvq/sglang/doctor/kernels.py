@@ -304,8 +304,8 @@ class _Request:
             if not torch.equal(got, want):
                 raise KVQuantError(
                     f"moving tokens with keys in {format.k.describe()} and values in {format.v.describe()} is wrong: "
-                    f"{int((got != want).sum())} bytes differ from the same in torch; try another Triton release, and "
-                    "report this."
+                    f"{int((got != want).sum())} bytes differ from PyTorch's; try another Triton release, and report "
+                    "this."
                 )
 
     def copy_to_host(self) -> None:
@@ -344,21 +344,19 @@ class _Request:
             theirs.copy_(mine.random_(256))
         for each in (pool, plain):
             each.page_slot[2] = 3
-        assert pool.sink_cache is not None and plain.sink_cache is not None
+        cache, plain_cache = pool.sink_cache, plain.sink_cache
+        if cache is None or plain_cache is None:
+            raise KVQuantError("a pool with records of planes keeps no first tokens; report this.")
         slots = self._int64(3)
-        plain.sink_cache.keep(pages[1:], pages[1:] > 0, plain.bf16_pages[:, slots, :, :, 0], plain.page_slot, 1)
-        pool.sink_cache.entry.copy_(plain.sink_cache.entry)
-        keep_sink_tokens(
-            slots, pool.sink_cache.entry[pages[1:]], self._int64(1), pool.bf16_pages, pool.sink_cache.tokens
-        )
+        plain_cache.keep(pages[1:], pages[1:] > 0, plain.bf16_pages[:, slots, :, :, 0], plain.page_slot, 1)
+        cache.entry.copy_(plain_cache.entry)
+        keep_sink_tokens(slots, cache.entry[pages[1:]], self._int64(1), pool.bf16_pages, cache.tokens)
         TritonOps(pool, LayerRotations(), Q_HEADS, max_batch=1).restore_pages(pages)
         ReferenceOps(plain, LayerRotations()).restore_pages(pages)
-        if not torch.equal(pool.bf16_pages, plain.bf16_pages) or not torch.equal(
-            pool.sink_cache.tokens, plain.sink_cache.tokens
-        ):
+        if not (torch.equal(pool.bf16_pages, plain.bf16_pages) and torch.equal(cache.tokens, plain_cache.tokens)):
             raise KVQuantError(
                 f"restoring a page with keys in {PLANES.k.describe()} and values in {PLANES.v.describe()} differs from "
-                "the same in torch; try another Triton release, and report this."
+                "PyTorch's result; try another Triton release, and report this."
             )
 
     def prefill(self, prefix: int, new: int) -> None:
@@ -417,5 +415,5 @@ def _compare(operation: str, format: RecordFormat, got: torch.Tensor, want: torc
     if not error <= BOUND:  # NaN too
         raise KVQuantError(
             f"{operation} over keys in {format.k.describe()} and values in {format.v.describe()} is wrong: relative "
-            f"error {error:.2g} to the same in torch; try another Triton release, and report this."
+            f"error {error:.2g} compared with PyTorch; try another Triton release, and report this."
         )

@@ -213,8 +213,8 @@ def check_layers_agree(model: ModelConfig) -> None:
     ours, full = cached_layers(model.hf_config), getattr(model, "full_attention_layer_ids", None)
     if model.is_hybrid_swa and tuple(full or ()) != ours:
         raise KVQuantError(
-            f"{model.model_path}: SGLang counts layers {full} among those of full attention, the model's config "
-            f"{list(ours)}; serve it without --kv-quant."
+            f"{model.model_path}: according to SGLang, layers {full} have full attention; according to the model's "
+            f"config, layers {list(ours)}. Serve it without --kv-quant."
         )
 
 
@@ -230,7 +230,9 @@ def read_config(request: Request) -> tuple[ModelConfig, list[str]]:
     try:
         version = compat.sglang_version()
     except metadata.PackageNotFoundError:
-        raise KVQuantError(f"--model {request.model}: SGLang reads it, and is not installed here.") from None
+        raise KVQuantError(
+            f"--model {request.model}: only SGLang can read its config, and it is not installed here."
+        ) from None
     try:
         find_model(request.model)
     except KVQuantError as error:

@@ -134,8 +134,8 @@ def sglang_symbols() -> str:
         warnings.simplefilter("ignore")  # SGLang's modules warn of everything that this machine lacks, needed or not
         if (error := _import_error(table)) is not None:
             raise Failed(
-                f"SGLang cannot be imported, so none of {len(table)} could be looked at: {type(error).__name__}: "
-                f"{error}. Mend that first: of a path, its permissions; of a library, its installation."
+                f"SGLang cannot be imported, so none of {len(table)} symbols could be checked: {type(error).__name__}: "
+                f"{error}. Fix this first: the permissions of a path, or the installation of a library."
             )
         wrong = hooks.problems(table)
     if wrong:

@@ -63,10 +63,10 @@ def _names_have_namespaces() -> bool:
 
 #: Why storage is refused for models with sliding windows.
 WINDOWS_STORED = "SGLang stores this model's sliding windows without a checksum, so damage would change answers"
-_TWO = "it stores keys and values of a page apart, and has not been tried with pages that are one"
+_TWO = "it stores keys and values of a page separately, and was not tried with pages that are one object"
 _WHY_NOT = {
     **dict.fromkeys(("hf3fs", "eic", "simm", "mori", "tensorcast", "seaweedfs"), _TWO),
-    "aibrix": "it wants the shapes of plain keys and values, which quantized pages do not have",
+    "aibrix": "it needs the shapes of plain keys and values, which quantized pages do not have",
     "npu_memcache": "it is for NPUs",
 }
 
@@ -93,15 +93,15 @@ def check_resolved(server_args: ServerArgs, config: KVQuantConfig, model: ModelC
         ),
         (
             model.is_hybrid_swa and compat.resolved(server_args, "speculative_algorithm") is not None,
-            "drafts are not tried with sliding windows that come from the host; leave out --speculative-algorithm",
+            "drafts were not tried with sliding windows that come from the host; leave out --speculative-algorithm",
         ),
         (
             config.episodic is not None and config.episodic.policy == EPICACHE,
-            "episodes are not tried with it; use --episodic-policy retrieve",
+            "--episodic-policy epicache was not tried with HiCache; use --episodic-policy retrieve",
         ),
         (
             (config.episodic is not None or os.environ.get(ENABLED) == "1") and not _names_have_namespaces(),
-            "this SGLang release stores pages under names of their tokens alone, so chosen pages would be taken for "
+            "this SGLang release names stored pages by their tokens alone, so chosen pages would be confused with "
             f"others; use {NEW_TREE_RELEASES[-1]}, or leave out --episodic-policy",
         ),
         (

@@ -63,7 +63,9 @@ class HostPage:
         """
         pool, cache = tiers.pool, tiers.sink_cache
         if cache is None:
-            raise RuntimeError("kv-quant: first tokens of pages are asked for that has none; please report this.")
+            raise RuntimeError(
+                "kv-quant: SGLang wants first tokens of pages, but this cache keeps none; please report this."
+            )
         slots = pool.page_slot[pages].clamp(min=0).long()
         copied = (slots > 0)[None, :, None, None, None]
         tokens = torch.where(copied, pool.bf16_pages[:, slots, :, :, 0], cache.tokens[:, cache.entries(pages)])

@@ -61,11 +61,11 @@ def why_not_shared(kvc: Configurator, config: KVQuantConfig, draft_page_bytes: i
     """Returns why records and BF16 pages cannot share one memory (``cache.shared.split``) here; None if they can."""
     args = kvc.server_args
     if config.bf16_budget is not None:
-        return f"--kv-quant-bf16-budget {config.bf16_budget} says how"
+        return f"--kv-quant-bf16-budget {config.bf16_budget} fixes the share of BF16 pages"
     if not compat.applies(NEW_TREE, compat.sglang_version()):
         return f"SGLang before {NEW_TREE_RELEASES[0]} admits requests by their tokens alone"
     if drafts.keeps_states(kvc.model_config):
-        return "the model's recurrent states take a fixed part of it"
+        return "the model's recurrent states take a fixed part of the memory"
     for flag, given in (
         ("--enable-hierarchical-cache", compat.resolved(args, "enable_hierarchical_cache", False)),
         ("--disaggregation-mode", mode_of(args) is not None),
@@ -75,7 +75,7 @@ def why_not_shared(kvc: Configurator, config: KVQuantConfig, draft_page_bytes: i
         ("--pp-size", stages.stages_of(args) > 1),
     ):
         if given:
-            return f"pages do not move with {flag}"
+            return f"pages cannot be moved in memory with {flag}"
     return None
 
 
@@ -104,8 +104,8 @@ def start_cache(
     layer_ids = tuple(i for i in formats if kvc.layer_info.start_layer <= i < kvc.layer_info.end_layer)
     if len(layer_ids) != num_layers:
         raise SystemExit(
-            f"sglang-kvq: SGLang keeps {num_layers} layers of {model.model_path} in its KV cache, but by the model's "
-            f"config {len(layer_ids)} are of full attention; serve it without --kv-quant."
+            f"sglang-kvq: SGLang keeps {num_layers} layers of {model.model_path} in its KV cache, but according to "
+            f"the model's config {len(layer_ids)} have full attention; serve it without --kv-quant."
         )
     geometry = KVGeometry(kv_heads, tuple(formats[i] for i in layer_ids), draft_page_bytes)
     state = runtime.start(config, geometry, layer_ids)

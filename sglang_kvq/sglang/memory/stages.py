@@ -24,7 +24,7 @@ _OFF = (None, False, "")
 
 #: Field of ServerArgs, why it is refused, and its harmless values.
 REFUSED: tuple[tuple[str, str, tuple[object, ...]], ...] = (
-    ("disaggregation_mode", "a window would have to travel from every stage", (None, "null")),
+    ("disaggregation_mode", "each stage would have to send its own window", (None, "null")),
     ("speculative_algorithm", "drafts are made by the last stage alone", (None,)),
     ("enable_hierarchical_cache", _UNTRIED, _OFF),
     ("enable_streaming_session", _UNTRIED, _OFF),

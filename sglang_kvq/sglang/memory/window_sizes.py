@@ -37,8 +37,8 @@ def around_init(original: Original, self: Configurator, kvc: Configurator) -> No
     full, windows = layer_ids(kvc)
     if state.layer_ids != tuple(full):
         raise SystemExit(
-            f"sglang-kvq: SGLang counts layers {full} of {model.model_path} among those of full attention, the model's "
-            f"config {list(state.layer_ids)}; serve it without --kv-quant."
+            f"sglang-kvq: according to SGLang, layers {full} of {model.model_path} have full attention; according to "
+            f"the model's config, layers {list(state.layer_ids)}; serve it without --kv-quant."
         )
     if state.windows is None:
         args = kvc.server_args
@@ -123,8 +123,9 @@ def calculate_pool_sizes(original: Original, self: Configurator, available_bytes
     )
     if split.tokens <= 0:
         raise SystemExit(
-            f"sglang-kvq: {available_bytes / 2**20:.0f} MiB of KV memory hold no page beside the windows; raise "
-            "--mem-fraction-static, or lower --max-running-requests or --swa-full-tokens-ratio."
+            f"sglang-kvq: {available_bytes / 2**20:.0f} MiB of KV memory do not hold a single page in "
+            "addition to the sliding windows; raise --mem-fraction-static, or lower --max-running-requests or "
+            "--swa-full-tokens-ratio."
         )
     state.budget_slots = bf16_slots(config, geometry, split.bf16_budget)
     self._swa_full_tokens_ratio = split.ratio

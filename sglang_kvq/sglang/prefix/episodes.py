@@ -50,7 +50,7 @@ def prefix_of(req: Req) -> FoldedPrefix | None:
         return None
     state = runtime.current()
     if state is None or state.chosen_tokens is None:
-        raise KVQuantError(f"custom_params {PREFIX}: this server lets no client go on behind an episode.")
+        raise KVQuantError(f"custom_params {PREFIX}: this server does not let clients continue an episode.")
     prefix = FoldedPrefix.decode(text)
     setattr(req, _ATTRIBUTE, prefix)
     return prefix
@@ -71,7 +71,9 @@ def prepare(tree: PrefixCache, req: Req) -> None:
     if prefix is not None:
         ids = req.origin_input_ids
         if len(ids) <= prefix.tokens:
-            raise KVQuantError(f"an episode of {prefix.tokens} tokens in a prompt of {len(ids)}: nothing follows it.")
+            raise KVQuantError(
+                f"an episode of {prefix.tokens} tokens in a prompt of {len(ids)}: the prompt must be longer."
+            )
         found = len(tree_keys.match(tree, tree_keys.key(req, array("q", ids[: prefix.tokens]), req.extra_key))[0])
         if found < prefix.tokens:
             raise KVQuantError(f"{prefix.tokens - found} of {prefix.tokens} tokens of the episode are {GONE}.")

@@ -71,14 +71,17 @@ def fold_of(req: Req) -> Fold | None:
         return None
     state = runtime.current()
     if state is None or state.chosen_tokens is None:
-        raise KVQuantError(f"custom_params {FOLD}: this server lets no client fold a request.")
+        raise KVQuantError(f"custom_params {FOLD}: this server does not let clients fold a request.")
     fold = Fold.decode(text)
     if len(req.origin_input_ids) < fold.length:
         raise KVQuantError(
-            f"a fold of {fold.length} tokens of a prompt of {len(req.origin_input_ids)}; only the router sets it."
+            f"a fold of {fold.length} tokens of a prompt of {len(req.origin_input_ids)}; only the router sends such "
+            "requests."
         )
     if req.session is not None:
-        raise KVQuantError("a fold at the end of a session's request, which keeps its pages; send it without one.")
+        raise KVQuantError(
+            "a request of an SGLang session keeps its pages, so it cannot end as a fold; leave session_params out."
+        )
     setattr(req, ATTRIBUTE, fold)
     return fold
 
@@ -112,7 +115,9 @@ def _fold(tree: PrefixCache, req: Req, fold: Fold) -> str | None:
     state, tiers = runtime.started(), runtime.live_tiers()
     tokens = None if state.chosen_tokens is None else state.chosen_tokens(req, fold)
     if tokens is None:
-        raise KVQuantError(f"request {req.rid} ends as a fold, and no tokens were chosen for it; it was not scored.")
+        raise KVQuantError(
+            f"request {req.rid} should end as a fold, but it was never scored, so no tokens were chosen."
+        )
     want = (tiers.pool.layers, tiers.pool.kv_heads, fold.kept)
     if tokens.shape != want or tokens.dtype != torch.int64:
         raise KVQuantError(f"chosen tokens {tokens.dtype} {list(tokens.shape)}: must be int64 {list(want)}.")

@@ -49,7 +49,7 @@ def selection_of(req: Req) -> Selection | None:
     params = getattr(req.sampling_params, "custom_params", None)
     text = params.get(SELECTION) if isinstance(params, dict) else None
     if text is not None and not enabled():
-        raise KVQuantError(f"custom_params {SELECTION}: this server lets no client choose pages.")
+        raise KVQuantError(f"custom_params {SELECTION}: this server does not let clients choose pages.")
     selection = None if text is None else Selection.decode(text)
     setattr(req, _ATTRIBUTE, selection)
     return selection
@@ -71,7 +71,11 @@ def around_next_round(
     result = original(self, tree_cache, *args, **kwargs)
     found, needed = tree_keys.prefix_len(self), stand_ins(self)
     if there and found < needed:  # the request would wait forever
-        _end(self, KVQuantError(f"{needed} tokens stand for a history, and SGLang takes {found} of them as cached."))
+        problem = (
+            f"the prompt's first {needed} tokens represent cached history, but SGLang found only {found} of them in "
+            "the cache. Send the request again; report this if it happens again."
+        )
+        _end(self, KVQuantError(problem))
         result = original(self, tree_cache, *args, **kwargs)
     return result
 
@@ -113,7 +117,7 @@ def _bring(tree: PrefixCache, req: Req, selection: Selection) -> bool:
     tokens = _ids(selection.tokens)
     if array("q", req.origin_input_ids[: len(tokens)]) != tokens or len(req.origin_input_ids) <= len(tokens):
         raise KVQuantError(
-            "the prompt does not begin with the chosen pages' tokens and go on; only the router sets it."
+            "the prompt must begin with the chosen pages' tokens and have more; only the router sends such requests."
         )
     key = tree_keys.key(req, tokens, req.extra_key)
     if len(tree_keys.match(tree, key)[0]) >= len(tokens):

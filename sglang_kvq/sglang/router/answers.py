@@ -163,7 +163,7 @@ class Delivery:
 
     def _another(self) -> Ended:
         return aborted(
-            "sglang-kvq: what this answer was read from was evicted while it was made, and read again it goes on "
-            "differently; send the request again.",
+            "sglang-kvq: the history of this answer was evicted during generation, and the regenerated answer differs; "
+            "send the request again.",
             HTTPStatus.SERVICE_UNAVAILABLE,
         )

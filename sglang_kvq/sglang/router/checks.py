@@ -12,16 +12,16 @@ from sglang_kvq.sessions.config import EpisodicConfig
 from sglang_kvq.sglang import compat
 from sglang_kvq.sglang.types import ModelConfig, ServerArgs
 
-_ONE_PROCESS = "sessions are known to one process"
+_ONE_PROCESS = "sessions are kept in one process"
 #: Settings of ServerArgs, their harmless values, and why other values are refused.
 REFUSED: tuple[tuple[str, tuple[object, ...], str], ...] = (
     ("tokenizer_worker_num", (None, 1), _ONE_PROCESS),
     ("dp_size", (None, 1), "a session's history would be in another worker's cache"),
-    ("enable_lora", (None, False), "an adapter's cache cannot be chosen from"),
-    ("lora_paths", (None, [], {}), "an adapter's cache cannot be chosen from"),
+    ("enable_lora", (None, False), "pages of an adapter's cache cannot be chosen"),
+    ("lora_paths", (None, [], {}), "pages of an adapter's cache cannot be chosen"),
     ("disable_radix_cache", (None, False), "histories are kept in the prefix cache"),
     ("skip_tokenizer_init", (None, False), "questions and histories are compared as text"),
-    ("speculative_algorithm", (None,), "drafts stand at positions of their own, which are not moved yet"),
+    ("speculative_algorithm", (None,), "the positions of drafts are not moved yet"),
     ("enable_session_radix_cache", (None, False), "it gives session ids another meaning"),
 )
 
@@ -39,11 +39,14 @@ def check(server_args: ServerArgs, model: ModelConfig, config: EpisodicConfig) -
     ]
     found += [f"{model.model_path} has {what}." for what in unsupported(model)]
     if _is_on("SGLANG_RUST_SERVER"):
-        found.append(f"SGLANG_RUST_SERVER={os.environ['SGLANG_RUST_SERVER']}: {_ONE_PROCESS}, which it replaces.")
+        found.append(
+            f"SGLANG_RUST_SERVER={os.environ['SGLANG_RUST_SERVER']}: sessions are kept in the Python server process, "
+            "which this setting replaces."
+        )
     if config.budget >= (context := model.context_len):
         found.append(
-            f"--episodic-budget {config.budget}: the model takes {context} tokens, so no conversation would be longer; "
-            f"at most {(context - 1) // PAGE_SIZE * PAGE_SIZE}."
+            f"--episodic-budget {config.budget}: the model takes {context} tokens, so no conversation would exceed the "
+            f"budget; use at most {(context - 1) // PAGE_SIZE * PAGE_SIZE}."
         )
     if found:
         raise KVQuantError(

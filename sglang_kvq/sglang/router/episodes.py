@@ -20,7 +20,7 @@ from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.sessions.config import EPISODES, PROMPT_TOKENS, EpisodicConfig
 from sglang_kvq.sessions.embedding import unit
-from sglang_kvq.sessions.episodes import ChainPlan, Step, chain, stand_ins, step_ids
+from sglang_kvq.sessions.episodes import ChainPlan, Episodes, Step, chain, stand_ins, step_ids
 from sglang_kvq.sessions.messages import FOLD, GONE, PREFIX, Fold, FoldedPrefix
 from sglang_kvq.sglang.router import answers, requests
 from sglang_kvq.sglang.router.metrics import NoMetrics
@@ -99,14 +99,15 @@ class EpisodeRouter:
         index = await workers.embedded(turn, count * pages)
         (asked,) = await workers.embed_question(ids[question:])
 
-        def divide() -> tuple[np.ndarray, int]:
+        def divide() -> tuple[np.ndarray, Episodes, int]:
             rows = unit(index.rows().reshape(count, pages, -1).mean(1))
             clusters = episodes.divide(rows, self.config.episodes or EPISODES, count * size)
-            return rows, clusters.nearest(asked)
+            return rows, clusters, clusters.nearest(asked)
 
         # In a thread, because it takes a quarter of a second for 64K tokens and other answers must go on.
-        rows, number = await asyncio.to_thread(divide)
+        rows, clusters, number = await asyncio.to_thread(divide)
         prompt = episodes.prompt(
+            clusters,
             number,
             rows,
             lambda segment: workers.text(ids[segment * size : (segment + 1) * size]),

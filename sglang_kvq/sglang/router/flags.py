@@ -67,7 +67,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--episodic-segment",
-        f"Tokens of the windows that a question is compared with, one from every page on; a multiple of {PAGE_SIZE}.",
+        "Tokens of a text window that a question is compared with; one window begins at each page. A multiple of "
+        f"{PAGE_SIZE}.",
         type=int,
         metavar="TOKENS",
     )
@@ -90,13 +91,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--episodic-sessions",
-        "Sessions that are remembered; the one used longest ago is forgotten for a new one.",
+        "Maximum number of remembered sessions; a new session replaces the least recently used one.",
         type=int,
         metavar="N",
     )
     add(
         "--episodic-idle",
-        "Forget a session that was idle for so long; 0 for never.",
+        "Forget a session that was idle for this time; 0 for never.",
         type=float,
         metavar="SECONDS",
     )

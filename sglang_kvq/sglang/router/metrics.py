@@ -30,9 +30,13 @@ class SessionMetrics(NoMetrics):
         from prometheus_client import Counter, Gauge
 
         self._known = Gauge("sglang_kvq_sessions", "Sessions that are remembered.", multiprocess_mode="mostrecent")
-        self._bytes = Gauge("sglang_kvq_session_state_bytes", "Their state.", multiprocess_mode="mostrecent")
+        self._bytes = Gauge(
+            "sglang_kvq_session_state_bytes",
+            "Bytes of the state of all remembered sessions.",
+            multiprocess_mode="mostrecent",
+        )
         self._answered = Counter("sglang_kvq_session_requests", "Requests of sessions.", ["read"])
-        self._rebuilt = Counter("sglang_kvq_session_rebuilds", "Histories computed again since they were evicted.")
+        self._rebuilt = Counter("sglang_kvq_session_rebuilds", "Histories computed again after they were evicted.")
         self._folded = Counter("sglang_kvq_episode_blocks", "Blocks of histories folded into episodes.")
         self._computed = Counter("sglang_kvq_session_computed_tokens", "Prompt tokens of sessions that were computed.")
 

@@ -41,10 +41,10 @@ _REFUSED = {
     "image_data": "the tokens of images do not say what is in them; leave out the session id",
     "video_data": "the tokens of videos do not say what is in them; leave out the session id",
     "audio_data": "the tokens of audio do not say what is in it; leave out the session id",
-    "lora_path": "an adapter's cache cannot be chosen from; leave out the session id",
-    "positional_embed_overrides": "its positions would be other tokens'; leave out the session id",
-    "multi_item_delimiter_indices": "its positions would be other tokens'; leave out the session id",
-    "token_indices_to_pool": "its positions would be other tokens'; leave out the session id",
+    "lora_path": "pages of an adapter's cache cannot be chosen; leave out the session id",
+    "positional_embed_overrides": "its positions would refer to other tokens; leave out the session id",
+    "multi_item_delimiter_indices": "its positions would refer to other tokens; leave out the session id",
+    "token_indices_to_pool": "its positions would refer to other tokens; leave out the session id",
     "return_hidden_states": "a folded history has none; leave out the session id",
     "return_routed_experts": "a folded history has none; leave out the session id",
     "return_indexer_topk": "a folded history has none; leave out the session id",
@@ -148,7 +148,9 @@ def check_session(obj: GenerateRequest) -> None:
     params = params or {}
     for name in ("n", "beam_width"):
         if (count := params.get(name) or 1) != 1:
-            raise KVQuantError(f"{name} {count}: a session goes on with one answer; send n requests, or no session id.")
+            raise KVQuantError(
+                f"{name} {count}: a session continues with exactly one answer; send n requests, or no session id."
+            )
     for field, why in _REFUSED.items():
         if (value := getattr(obj, field, None)) is not None and value is not False and value != []:
             raise KVQuantError(f"{field} in a request of a session: {why}.")
@@ -254,7 +256,7 @@ def _logprob_start(obj: GenerateRequest, plan: Plan, offset: int) -> int:
     if not plan.history <= start < plan.tokens:
         raise KVQuantError(
             f"logprob_start_len {start}: the first {plan.history} of {plan.tokens} tokens are history, of which this "
-            f"session reads parts; possible are {plan.history} to {plan.tokens - 1}, and -1."
+            f"session reads only parts. Use -1, or a value from {plan.history} to {plan.tokens - 1}."
         )
     return start - offset
 

@@ -215,7 +215,8 @@ class Router:
     async def _serve_selected(self, turn: Turn) -> Outputs:
         """Serves the prompt from chosen pages of its history or from an episode; whole if neither stays cached."""
         with self.workers.abortable(turn.obj.rid):
-            work = self._prepare_pages(turn) if self.episodes is None else self._prepare_episode(turn)
+            episodes = self.episodes
+            work = self._prepare_pages(turn) if episodes is None else self._prepare_episode(turn, episodes)
             prepared = await answers.while_wanted(work, turn.request, turn.obj)
         if prepared is not None:
             turn.session.selected += 1
@@ -300,22 +301,21 @@ class Router:
             session.pages, session.matches = tuple(choice.pages.tolist()), choice.matches
         return Prepared(inner, functools.partial(self.workers.compute, turn, ids[: planned.history], turn.obj.rid))
 
-    async def _prepare_episode(self, turn: Turn) -> Prepared | None:
+    async def _prepare_episode(self, turn: Turn, episodes: EpisodeRouter) -> Prepared | None:
         """Builds the episode nearest to a prompt, unless it exists; returns None if there is nothing to fold yet."""
-        assert self.episodes is not None
         session = turn.session
         async with session.planning:
             question, system = self._follow(turn)
-            folded = self.episodes.folded(len(turn.ids), question)
+            folded = episodes.folded(len(turn.ids), question)
             if not folded:
                 return None
-            chosen = await self.episodes.choose(turn, question, folded, system)
+            chosen = await episodes.choose(turn, question, folded, system)
             async with session.computing:
-                await self.episodes.build(turn, chosen)
+                await episodes.build(turn, chosen)
             planned = Plan(len(turn.ids), folded, pages=self.episodic.budget // PAGE_SIZE)
-            inner = self._request(turn, planned, self.episodes.answer(turn, chosen))
+            inner = self._request(turn, planned, episodes.answer(turn, chosen))
             session.hot, session.history, session.pages, session.matches = planned.hot, folded, (), ()
-        return Prepared(inner, functools.partial(self.episodes.build_again, turn, chosen))
+        return Prepared(inner, functools.partial(episodes.build_again, turn, chosen))
 
     def _request(self, turn: Turn, planned: Plan, start: requests.Beginning) -> GenerateRequest:
         preferred = self.manager.preferred_sampling_params or {}

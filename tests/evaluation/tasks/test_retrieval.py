@@ -24,7 +24,7 @@ def test_a_model_that_copies_scores_one(bench, template):
     assert (outcome.value, outcome.n) == (1.0, 6)
     assert outcome.row["exact_keys_2k"] == outcome.row["exact_keys_3k"] == 1 and outcome.row["exact_keys_9000"] is None
     assert outcome.details["style"] == ("chat" if template else "completion")
-    assert outcome.warnings == ["exact_keys: nothing of 9000 tokens: longer than the server takes"]
+    assert outcome.warnings == ["exact_keys: no requests of 9000 tokens were measured: the server takes at most 4096"]
     for one in outcome.details["asked"]:
         assert one["length"] - 500 < one["prompt_tokens"] < one["length"] - 128, "haystacks fill what is asked for"
 
@@ -74,6 +74,6 @@ def test_settings_that_make_no_sense_are_named(settings, words):
 def test_a_server_that_takes_no_length_is_named(bench):
     with (
         FakeServer(context=1500) as server,
-        pytest.raises(KVQuantError, match="--retrieval-lengths 2048,3072,9000, but the server takes 1500 tokens"),
+        pytest.raises(KVQuantError, match="--retrieval-lengths 2048,3072,9000: no length fits in the 1500 tokens"),
     ):
         task().run(Client(server.url), bench)

@@ -83,7 +83,7 @@ def test_kl_reference_is_stored_once(text, bench):
         ({}, {"chunk": -1}, "at most 256. to measure its cache"),
         ({}, {"window": 8192}, "--kv-quant-prefill-window 0"),
         ({}, {"nan": True}, "NaN"),
-        ({}, {"context": 150}, "no length fits: --kl-lengths 200,300"),
+        ({}, {"context": 150}, "--kl-lengths 200,300: no length fits"),
         ({"contexts": ((4000, 9),)}, {"context": 5000}, "fewer or shorter contexts"),
     ],
 )

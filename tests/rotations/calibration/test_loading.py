@@ -225,8 +225,8 @@ def test_a_name_that_the_hub_does_not_know_takes_seconds(monkeypatch, answers):
 @pytest.mark.parametrize(
     "path, why",
     [
-        ("no/such/folder/here", "no such folder, and no hub id"),
-        ("./model", "no such folder, and no hub id"),
+        ("no/such/folder/here", "no such folder, and not a hub id"),
+        ("./model", "no such folder, and not a hub id"),
         ("", "no such"),
     ],
 )

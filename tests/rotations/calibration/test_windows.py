@@ -65,7 +65,7 @@ def test_layers_that_have_windows_in_sglang_are_refused():
     config = transformers.Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1)
     assert config.layer_types == ["full_attention", "sliding_attention"] and unapplied_window(config) is None
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    with pytest.raises(KVQuantError, match="layer 1 attends, but .* only layers 0 are of full attention"):
+    with pytest.raises(KVQuantError, match="layer 1 attends, but .* only layers 0 have full attention"):
         calibrate(model, torch.zeros(600, dtype=torch.int64), SETTINGS)
 
 

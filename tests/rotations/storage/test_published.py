@@ -87,11 +87,11 @@ def test_a_hybrids_layers_are_taken_by_number(tmp_path, keys):
     ([1, 2], "layer 5 is missing"),
     ([1, 2, 5], "it has 3 layers, the model has 2"),
     (range(7), "it has 7 layers, the model has 2"),
-    ([2, -5], "-5 is no layer's number"),
-    ([2, "5x"], "'5x' is no layer's number"),
-    ([2, 5.0], "5.0 is no layer's number"),
-    ([2, True], "True is no layer's number"),
-    ([2, "\u0665"], "'\u0665' is no layer's number"),
+    ([2, -5], "-5 is not a layer number"),
+    ([2, "5x"], "'5x' is not a layer number"),
+    ([2, 5.0], "5.0 is not a layer number"),
+    ([2, True], "True is not a layer number"),
+    ([2, "\u0665"], "'\u0665' is not a layer number"),
     (["2", 2, 5], "the entry of layer 2 is damaged"),
 ], ids=str)  # fmt: skip
 def test_other_layers_are_refused(tmp_path, keys, problem):
@@ -168,7 +168,7 @@ def test_a_config_of_version_2_wants_matrices_per_head(tmp_path):
 
 
 @pytest.mark.parametrize("config, problem", [
-    ("{", "no JSON"), ("[" * 100_000, "no JSON"), ("[]", "not a JSON object"),
+    ("{", "not valid JSON"), ("[" * 100_000, "not valid JSON"), ("[]", "not a JSON object"),
     ('{"format_version": "2"}', "format_version '2'; .* reads versions 1 and 2"),
     ('{"format_version": 3}', "format_version 3; .* reads versions 1 and 2"),
     ('{"format_version": 2, "sha256": "0", "geometry": {}}', "describes rotations.safetensors, which is missing"),
@@ -227,14 +227,14 @@ def test_latents_are_refused(tmp_path):
 # -- tensors
 
 BAD_TENSORS = {
-    "no tensor": (lambda r: [[1.0]], "is no tensor (list)"),
-    "missing": (lambda r: None, "is no tensor (NoneType)"),
+    "no tensor": (lambda r: [[1.0]], "is not a tensor (list)"),
+    "missing": (lambda r: None, "is not a tensor (NoneType)"),
     "FP8": (lambda r: r.to(torch.float8_e4m3fn), "has dtype torch.float8_e4m3fn"),
     "integers": (lambda r: r.round().int(), "has dtype torch.int32"),
     "complex": (lambda r: r.to(torch.complex64), "has dtype torch.complex64"),
-    "sparse": (lambda r: r.to_sparse(), "is no dense tensor"),
-    "meta": (lambda r: r.to("meta"), "is no dense tensor"),
-    "quantized": (lambda r: torch.quantize_per_tensor(r, 0.1, 0, torch.qint8), "is no dense tensor"),
+    "sparse": (lambda r: r.to_sparse(), "is not a dense CPU tensor"),
+    "meta": (lambda r: r.to("meta"), "is not a dense CPU tensor"),
+    "quantized": (lambda r: torch.quantize_per_tensor(r, 0.1, 0, torch.qint8), "is not a dense CPU tensor"),
     "empty": (lambda r: r[:0], "is empty"),
     "expanded": (lambda r: torch.ones(1).expand(64, 64), "more than the file holds"),
     "a row": (lambda r: r[0], "expected [D, D] or [heads, D, D]"),

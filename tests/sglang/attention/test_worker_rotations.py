@@ -107,7 +107,9 @@ def test_the_cache_is_sized_for_the_layers_in_it(runner, monkeypatch, linear):
     )
     plain = 3 * HEADS * 2 * D * 2
     if not linear:
-        with pytest.raises(SystemExit, match="SGLang keeps 3 layers of m in its KV cache, but by the model's config 2"):
+        with pytest.raises(
+            SystemExit, match="SGLang keeps 3 layers of m in its KV cache, but according to the model's config 2"
+        ):
             capacity.compute_cell_size(lambda *_: plain, None, configurator, 3)
         return
     cell = capacity.compute_cell_size(lambda *_: plain, None, configurator, 3)

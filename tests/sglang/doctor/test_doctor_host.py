@@ -101,7 +101,7 @@ def test_small_shared_memory(monkeypatch, gpus, free, why):
         ("550.54.15", (12, 4), "12.8", None),
         ("550.54.15", (12, 4), "13.0", "driver 550.54.15 for CUDA 12.4: torch .* is built for CUDA 13.0; update"),
         ("550.54.15", (12, 4), None, "is a CPU build; install a CUDA build"),
-        ("550.54.15", None, "12.8", "libcuda.so.1 cannot be: docker run --gpus all"),
+        ("550.54.15", None, "12.8", "libcuda.so.1 cannot be loaded. In Docker, add --gpus all"),
     ],
 )  # fmt: skip
 def test_driver(monkeypatch, version, cuda, built, said):

@@ -357,7 +357,7 @@ def test_names_differ_with_all_that_the_bytes_depend_on():
 @pytest.mark.parametrize(
     ("backend", "text"),
     [
-        ("hf3fs", "stores keys and values of a page apart"),
+        ("hf3fs", "stores keys and values of a page separately"),
         ("aibrix", "shapes of plain keys and values"),
         ("sim", "has not been tried"),
         *((name, None) for name in ("file", "mooncake", "nixl", "dynamic")),
@@ -442,5 +442,5 @@ def test_other_caches_get_their_own_host_pool_and_drafts_no_part_of_ours(device_
     given = dict(page_size=P, host_size=None, mtp_draft_device_pools=(), pool_label="kv", use_mla=False)
     assert build_kv_host_pool(lambda **kwargs: kwargs, kv_pool="other", **given) == {"kv_pool": "other", **given}
     assert around_packing(lambda *args: True, "NEXTN", ("runner",)) is False
-    with pytest.raises(RuntimeError, match="a draft's layers are to be rows of our pages"):
+    with pytest.raises(RuntimeError, match="SGLang wants to store draft layers in our host pages"):
         build_kv_host_pool(None, kv_pool=device_pool, page_size=P, mtp_draft_device_pools=("draft",))

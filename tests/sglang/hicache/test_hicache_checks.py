@@ -39,7 +39,7 @@ def refused(**values) -> str:
         ({"hicache_mem_layout": "layer_first"}, "--hicache-mem-layout layer_first: quantized pages have one layout"),
         ({"hicache_mem_layout": "page_head"}, "--hicache-mem-layout page_head: quantized pages have one layout"),
         ({"hicache_storage_backend": "hf3fs"}, "--hicache-storage-backend hf3fs: it stores keys and values of a page"),
-        ({"hicache_storage_backend": "aibrix"}, "--hicache-storage-backend aibrix: it wants the shapes of plain keys"),
+        ({"hicache_storage_backend": "aibrix"}, "--hicache-storage-backend aibrix: it needs the shapes of plain keys"),
         ({"hicache_storage_backend": "shm"}, "--hicache-storage-backend shm: it has not been tried"),
     ],
 )
@@ -109,7 +109,7 @@ def test_chosen_pages_need_names_with_namespaces(resolved, monkeypatch):
     for config, env in ((SESSIONS, None), (CONFIG, "1")):
         if env:
             monkeypatch.setenv(checks.ENABLED, env)
-        with pytest.raises(KVQuantError, match="under names of their tokens alone.*use 0.5.23"):
+        with pytest.raises(KVQuantError, match="names stored pages by their tokens alone.*use 0.5.23"):
             resolved(config)
 
 

@@ -265,12 +265,12 @@ def configurator(**args):
     ("args", "config", "why"),
     [
         ({}, {}, None),
-        ({}, {"bf16_budget": 0.2}, "--kv-quant-bf16-budget 0.2 says how"),
-        ({}, {"capture": "f:1:1"}, "do not move with kvq calibrate"),
-        ({"enable_hierarchical_cache": True}, {}, "do not move with --enable-hierarchical-cache"),
-        ({"disaggregation_mode": "decode"}, {}, "do not move with --disaggregation-mode"),
-        ({"speculative_algorithm": "NGRAM"}, {}, "do not move with --speculative-algorithm"),
-        ({"enable_streaming_session": True}, {}, "do not move with --enable-streaming-session"),
+        ({}, {"bf16_budget": 0.2}, "--kv-quant-bf16-budget 0.2 fixes the share of BF16 pages"),
+        ({}, {"capture": "f:1:1"}, "cannot be moved in memory with kvq calibrate"),
+        ({"enable_hierarchical_cache": True}, {}, "cannot be moved in memory with --enable-hierarchical-cache"),
+        ({"disaggregation_mode": "decode"}, {}, "cannot be moved in memory with --disaggregation-mode"),
+        ({"speculative_algorithm": "NGRAM"}, {}, "cannot be moved in memory with --speculative-algorithm"),
+        ({"enable_streaming_session": True}, {}, "cannot be moved in memory with --enable-streaming-session"),
     ],
 )
 def test_which_servers_share_their_memory(monkeypatch, args, config, why):

@@ -254,7 +254,9 @@ def test_without_a_radix_tree_ours_is_used_too(configured):
 
 
 def test_no_memory_is_said(configured):
-    with pytest.raises(SystemExit, match="hold no page beside the windows; raise --mem-fraction-static"):
+    with pytest.raises(
+        SystemExit, match="do not hold a single page in addition to the sliding windows; raise --mem-fraction-static"
+    ):
         configured().calculate_pool_sizes(10_000, PAGE_SIZE)
 
 
@@ -265,7 +267,7 @@ def test_layers_that_sglang_counts_otherwise_are_refused(configured, monkeypatch
     for holder in (found.model_config, found.layer_info):
         holder.full_attention_layer_ids = list(range(0, 2 * LAYERS, 2))
     configured()
-    with pytest.raises(SystemExit, match="SGLang counts layers"):
+    with pytest.raises(SystemExit, match="according to SGLang, layers"):
         pool_configurator.HybridSWAPoolConfigurator(found)
 
 

@@ -145,7 +145,7 @@ def test_a_part_of_it_that_is_cached_is_not_mixed_with_it(served):
 @pytest.mark.parametrize(
     ("tokens", "said"),
     [
-        (None, "no tokens were chosen for it; it was not scored"),
+        (None, "it was never scored, so no tokens were chosen"),
         (torch.zeros(1, 1, 64, dtype=torch.int64), r"chosen tokens torch.int64 [1, 1, 64]: must be int64 [1, 1, 128]"),
         (torch.zeros(1, 1, 128), "chosen tokens torch.float32 [1, 1, 128]: must be int64"),
     ],
@@ -211,7 +211,7 @@ def refused(model: FoldModel, fold: str, tokens: int = 6 * P, **more):
         (
             Fold("n", 5 * P, P).encode(),
             {"session": SimpleNamespace(streaming=False)},
-            "a fold at the end of a session's request",
+            "a request of an SGLang session keeps its pages",
         ),
     ],
 )
@@ -222,7 +222,7 @@ def test_what_cannot_be_is_refused_before_it_runs(served, fold, more, said):
 def test_clients_fold_nothing(served):
     model = FoldModel(20, 20, 2, sink_pages=1, recent_pages=2)
     runtime.started().chosen_tokens = None
-    assert "this server lets no client fold a request" in refused(model, Fold("n", 5 * P, P).encode())
+    assert "this server does not let clients fold a request" in refused(model, Fold("n", 5 * P, P).encode())
 
 
 def test_methods_whose_tokens_cannot_move_do_not_start(served, monkeypatch):

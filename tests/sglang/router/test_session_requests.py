@@ -40,7 +40,7 @@ def test_positions_of_log_probabilities():
     assert made(request_of(return_logprob=True, logprob_start_len=18 * P)).logprob_start_len == 3 * P
     assert made(request_of(return_logprob=True, logprob_start_len=19 * P)).logprob_start_len == 4 * P
     for start in (0, 18 * P - 1, 20 * P):
-        with pytest.raises(KVQuantError, match=f"logprob_start_len {start}: .* possible are 1152 to 1279, and -1"):
+        with pytest.raises(KVQuantError, match=f"logprob_start_len {start}: .* Use -1, or a value from 1152 to 1279"):
             made(request_of(return_logprob=True, logprob_start_len=start))
 
 
@@ -76,7 +76,7 @@ def test_what_only_the_router_may_say_is_refused_from_everybody(fields, message)
     [
         ({"text": ["a", "b"], "input_ids": None}, "several prompts"),
         ({"input_ids": [[1], [2]]}, "several prompts"),
-        ({"sampling_params": {"n": 2}}, "n 2: a session goes on with one answer"),
+        ({"sampling_params": {"n": 2}}, "n 2: a session continues with exactly one answer"),
         ({"sampling_params": {"beam_width": 4}}, "beam_width 4"),
         ({"session_params": {"id": "x"}}, "session_params in a request of a session"),
         ({"input_embeds": [[0.0]], "input_ids": None}, "input_embeds in a request of a session"),

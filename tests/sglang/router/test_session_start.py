@@ -100,13 +100,13 @@ def test_the_embedder_is_loaded_at_start(command_line, loaded):
 @pytest.mark.parametrize(
     "argv,message",
     [
-        (("--tokenizer-worker-num", "2"), "--tokenizer-worker-num 2: sessions are known to one process"),
+        (("--tokenizer-worker-num", "2"), "--tokenizer-worker-num 2: sessions are kept in one process"),
         (("--dp-size", "2"), "--dp-size 2: a session's history would be in another worker's cache"),
         (("--disable-radix-cache",), "--disable-radix-cache True: histories are kept in the prefix cache"),
         (("--skip-tokenizer-init",), "--skip-tokenizer-init True: questions and histories are compared as text"),
         (
             (*NGRAM, "--speculative-ngram-max-bfs-breadth", "1"),
-            "--speculative-algorithm NGRAM: drafts stand at positions of their own",
+            "--speculative-algorithm NGRAM: the positions of drafts are not moved yet",
         ),
         (("--enable-lora", "--max-lora-rank", "8", "--lora-target-modules", "q_proj"), "--enable-lora True"),
     ],
@@ -127,7 +127,9 @@ def test_a_budget_beyond_the_models_context(command_line, loaded):
 def test_another_server_is_refused(command_line, loaded, monkeypatch):
     server_args = command_line(*ON, *SMALL)
     monkeypatch.setenv("SGLANG_RUST_SERVER", "1")
-    with pytest.raises((KVQuantError, SystemExit), match="SGLANG_RUST_SERVER=1: sessions are known to one process"):
+    with pytest.raises(
+        (KVQuantError, SystemExit), match="SGLANG_RUST_SERVER=1: sessions are kept in the Python server process"
+    ):
         check(server_args)
 
 
