@@ -62,3 +62,12 @@ def test_pages(page: Path) -> None:
     text = page.read_text().replace(rules, "") if rules else page.read_text()
     found = [line for line in text.splitlines() if AVOIDED.search(line)]
     assert not found, "\n".join(found)
+
+
+def test_guides_are_short():
+    """Pages that docs/README.md lists as concepts or guides have at most 200 lines; longer ones hide their subject."""
+    index = (ROOT / "docs" / "README.md").read_text()
+    guides = index.split("\n## Concepts\n")[1].split("\n## Reference\n")[0]
+    names = re.findall(r"\]\(([\w-]+\.md)\)", guides)
+    lengths = {name: len((ROOT / "docs" / name).read_text().splitlines()) for name in names}
+    assert len(names) >= 15 and {name: length for name, length in lengths.items() if length > 200} == {}
