@@ -24,7 +24,7 @@ def published() -> set[str]:
     """Returns the metrics in the product's source: names as Prometheus shows them, counters with ``_total``."""
     source = "".join(path.read_text() for path in PRODUCT)
     made = re.findall(r'\b(gauge|counter|per_tier)\(\s*"(\w+)",\s*"[^"]*"(, counter)?', source)
-    made += re.findall(r'\b(Gauge|Counter)\("sglang_kvq_(\w+)"()', source)
+    made += re.findall(r'\b(Gauge|Counter)\(\s*"sglang_kvq_(\w+)"()', source)
     return {
         f"sglang_kvq_{name}{'_total' if kind.lower() == 'counter' or counts else ''}" for kind, name, counts in made
     }

@@ -113,7 +113,7 @@ def test_the_command_says_how_to_go_on(tmp_path, monkeypatch):
         patch.setattr(checkpoint_module.Checkpoint, "save", interrupted)
         result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 130 and not (tmp_path / "out").exists()
-    assert "interrupted" in result.output and "out.partial: the same command continues" in result.output
+    assert "interrupted" in result.output and "out.partial, and the same command continues" in result.output
     result = CliRunner().invoke(app, [*arguments, "--seed", "3"])
     assert isinstance(result.exception, KVQuantError) and "--restart" in str(result.exception)
     result = CliRunner().invoke(app, arguments, catch_exceptions=False)
