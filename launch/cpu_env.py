@@ -47,6 +47,14 @@ def recipe() -> str:
     return digest(Path(__file__), CPU, extra=f"{sys.version_info[:3]}")
 
 
+def compiling_environment() -> dict[str, str]:
+    """Returns this process's variables without the one that keeps Python from writing compiled modules.
+
+    Containers often set it. Each of the many processes of a server or a test would then compile the same modules.
+    """
+    return {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
+
+
 class Environment:
     """A virtual environment, and the stamps that record its content."""
 
@@ -68,10 +76,9 @@ class Environment:
         call([self.python, "-m", "pip", "install", "--no-compile", "--disable-pip-version-check", *words], self.log)
 
     def compile_modules(self) -> None:
-        """Compiles what a server imports, also where variables keep Python from writing compiled modules."""
-        env = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
+        """Compiles what a server imports."""
         words = [self.python, "-c", f"import {SERVER}"]
-        call(words, self.log, {**env, "SGLANG_USE_CPU_ENGINE": "1"})
+        call(words, self.log, {**compiling_environment(), "SGLANG_USE_CPU_ENGINE": "1"})
 
 
 def install_torch(env: Environment, index: str | None) -> None:
@@ -126,6 +133,8 @@ def make(env: Environment, version: str, index: str | None) -> None:
         add_standins(env)
     with step(f"SGLang {version}"):
         env.pip("--no-deps", f"sglang=={version}")
+    with step("compiled modules of a server"):
+        env.compile_modules()
     env.set_stamp("recipe", recipe())
     env.set_stamp("sglang", version)
 
@@ -137,8 +146,6 @@ def install_plugin(env: Environment) -> None:
         return
     with step("sglang-kvq (editable)"):
         env.pip("--no-build-isolation", TORCH, "-e", f"{ROOT}[test]")
-    with step("compiled modules of a server"):
-        env.compile_modules()
     env.set_stamp("plugin", state)
 
 

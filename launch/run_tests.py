@@ -84,8 +84,6 @@ CONTAINER_TOOLS = ("buildah", "kubectl", "mmdebstrap", "podman", "runc")
 SPREAD = ("--numprocesses=auto", "--dist=worksteal")
 #: Gives each process one thread: threads that wait for those of another process cost more time than a core saves.
 ONE_CORE = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-#: Keeps Python from writing compiled modules, which the many processes that tests start would compile again and again.
-NO_COMPILED_MODULES = "PYTHONDONTWRITEBYTECODE"
 #: Number of slowest tests in the summary.
 SLOWEST = 12
 #: pytest's exit code for "no tests collected", which -k may cause in one of the jobs.
@@ -138,11 +136,6 @@ def container_job(options: Sequence[str]) -> Job:
     install = ("pip", "install", "--quiet", *extras["container"])
     tests = pytest_job("container", NEWEST, ["tests/container", *options])
     return Job(tests.title, NEWEST, (install, *tests.commands))
-
-
-def job_environment() -> dict[str, str]:
-    """Returns the variables of the jobs' processes."""
-    return {key: value for key, value in os.environ.items() if key != NO_COMPILED_MODULES} | ONE_CORE
 
 
 def is_sglang(path: str) -> bool:
@@ -228,8 +221,8 @@ class Runner:
         for words in job.commands:
             more = ("--model", str(MODEL), f"--junitxml={report}") if words[0] == "pytest" else ()
             process = subprocess.Popen(
-                [python, "-m", *words, *more], cwd=ROOT, env=job_environment(), text=True, errors="replace",
-                stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                [python, "-m", *words, *more], cwd=ROOT, env={**cpu_env.compiling_environment(), **ONE_CORE},
+                text=True, errors="replace", stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
             )  # fmt: skip
             self._running.append(process)
             output += process.communicate()[0]

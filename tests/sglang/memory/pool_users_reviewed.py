@@ -10,7 +10,7 @@ from tests.sglang.memory.pool_users import BACKEND, POOL
 #: Parts of prefill/decode disaggregation; older releases refuse all of it.
 _TRANSFERS = (
     {
-        **dict.fromkeys(("ascend/", "fake/", "mori/", "nixl/"), "--disaggregation-transfer-backend"),
+        **dict.fromkeys(("ascend/", "fake/", "mori/"), "--disaggregation-transfer-backend"),
         "encoder/": "--encoder-only",
         "checksum.py": "--disaggregation-enable-kv-checksum",
         "common/dcp_pack.py": "--dcp-size",
