@@ -345,7 +345,7 @@ _SCHEDULER: tuple[Hook, ...] = (
     around("managers.schedule_batch.Req._compute_max_prefix_len(input_len)",
          "prefix.episodes:around_longest_match", "prompts that score are computed, cached or not"),
     after("model_executor.forward_batch_info.ForwardBatch.init_new",
-         "prefix.selection:move_positions", "positions behind the whole history"),
+         "prefix.selection:after_new_batch", "whose batch runs next; positions behind the whole history"),
     read("model_executor.forward_batch_info.ForwardBatch.rids", "which requests of a batch are scored, or decode"),
     call("mem_cache.base_prefix_cache.InsertParams(key, value)", "copies of pages enter the tree"),
     call("mem_cache.base_prefix_cache.EvictParams(num_tokens)", "room for copies"),

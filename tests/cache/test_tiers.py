@@ -319,7 +319,8 @@ def test_a_decode_step_between_page_boundaries_needs_no_plan():
 def decode_plan(m: Model, requests: dict) -> bool:
     """Plans a batch if it needs a plan, given rows and lengths by request id. Returns whether it did."""
     lens = torch.tensor([length for _, length in requests.values()])
-    if needed := m.tiers.decode_needs_plan(lens, list(requests)):
+    m.tiers.requests = tuple(requests)
+    if needed := m.tiers.decode_needs_plan(lens):
         m.tiers.plan_decode(torch.tensor([row for row, _ in requests.values()]), lens, int(lens.max()))
     return needed
 

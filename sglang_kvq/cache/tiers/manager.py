@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import torch
 
@@ -39,6 +37,9 @@ class TierManager(TierState):
         self._fills = Fills(self, self._move_tokens)
         self._dirty = True
         self._forget = False  # True: forget everything before the next plan
+        #: Ids of the requests of the batch that runs. The caller sets them before each batch, because SGLang's view of a
+        #: batch in a CUDA graph has none.
+        self.requests: tuple[str, ...] = ()
         # For each batch of requests: the lengths with which its next decode step continues under a valid plan.
         self._next_lens: dict[tuple[str, ...], np.ndarray] = {}
 
@@ -54,19 +55,18 @@ class TierManager(TierState):
 
     # -- the forward pass's side ---------------------------------------------------------------
 
-    def decode_needs_plan(self, seq_lens: torch.Tensor, requests: Sequence[str] | None = None) -> bool:
-        """Returns whether a decode batch must be planned.
+    def decode_needs_plan(self, seq_lens: torch.Tensor) -> bool:
+        """Returns whether a decode batch, of ``requests``, must be planned.
 
         Ranges, windows and page ids change only if a page fills or the next page begins. They also change after a
         prefill, or if the scheduler moves or frees pages. Lengths below 2 are padding. If the lengths do not continue
-        an earlier batch token by token, the batch contains other requests.
+        an earlier batch token by token, the batch contains other requests. Lengths alone do not tell: with pipeline
+        parallelism decode batches take turns, and two of them may have equal lengths.
 
         Args:
             seq_lens: int ``[batch]`` on the host.
-            requests: ids of the batch's requests. With pipeline parallelism decode batches take turns, and two of them
-                may have equal lengths.
         """
-        lens, batch = seq_lens.numpy(), tuple(requests or ())
+        lens, batch = seq_lens.numpy(), self.requests
         if self._dirty or self.pending:  # ``reset`` sets ``_dirty``
             self._next_lens.clear()
         expected = self._next_lens.get(batch)

@@ -88,7 +88,7 @@ class KVQuantBackend(AttentionBackend):
         self.watch.look()
         if forward_batch.forward_mode.is_decode():
             lens = forward_batch.seq_lens_cpu
-            if not self.tiers.decode_needs_plan(lens, forward_batch.rids):
+            if not self.tiers.decode_needs_plan(lens):
                 return
             self.tiers.plan_decode(
                 forward_batch.req_pool_indices.long(), forward_batch.seq_lens.long(), int(lens.max())

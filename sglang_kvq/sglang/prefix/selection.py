@@ -197,14 +197,21 @@ def offset_of(req: Req) -> int:
     return selection.offset if selection else prefix.offset if prefix else 0
 
 
-def move_positions(result: ForwardBatch, cls: type, batch: Any, *args: Any, **kwargs: Any) -> ForwardBatch:
-    """AFTER ``ForwardBatch.init_new``: gives tokens the positions that they would have after the whole history."""
-    if runtime.tiers() is None or not enabled() or batch.forward_mode.is_idle():
-        return result
+def after_new_batch(result: ForwardBatch, cls: type, batch: Any, *args: Any, **kwargs: Any) -> ForwardBatch:
+    """AFTER ``ForwardBatch.init_new``: tells the tiers whose batch runs next, and moves its positions."""
+    if (tiers := runtime.tiers()) is not None:
+        tiers.requests = tuple(result.rids or ())
+        _move_positions(result, batch)
+    return result
+
+
+def _move_positions(result: ForwardBatch, batch: Any) -> None:
+    """Gives tokens the positions that they would have after the whole history."""
+    if not enabled() or batch.forward_mode.is_idle():
+        return
     offsets = [offset_of(req) for req in batch.reqs]
     if any(offsets):
         each = [1] * len(offsets) if batch.forward_mode.is_decode() else list(map(int, batch.extend_lens))
         (moved,) = to_device([np.repeat(offsets, each)], result.positions.device)
         result.positions = result.positions + 0  # a copy: SGLang's tensor may be a view of another
         result.positions[: len(moved)] += moved.to(result.positions.dtype)
-    return result

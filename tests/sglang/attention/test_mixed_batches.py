@@ -48,17 +48,7 @@ def worker(mixed: bool) -> Worker:
 
 def decode_row(each: Worker, row: int, qkv: list[torch.Tensor]) -> torch.Tensor:
     each.stored[row] += 1
-    seq = torch.tensor([each.stored[row]])
-    batch = SimpleNamespace(
-        forward_mode=mode("decode"),
-        rids=[f"row {row}"],
-        req_pool_indices=torch.tensor([row]),
-        seq_lens=seq,
-        seq_lens_cpu=seq,
-        out_cache_loc=each.pool.req_to_token[row, seq - 1],
-    )
-    each.backend.init_forward_metadata_out_graph(batch)
-    return each.backend.forward_decode(*qkv, LAYER, batch)
+    return each.decode_rows([row], qkv)
 
 
 def extend_row(each: Worker, row: int, new: int, qkv: list[torch.Tensor]) -> torch.Tensor:

@@ -325,7 +325,6 @@ def test_learned_sinks(serving, dtype):
         seq_lens=torch.tensor([TOKENS]),
         seq_lens_cpu=torch.tensor([TOKENS]),
         out_cache_loc=batch.out_cache_loc[-1:],
-        rids=["request"],
     )
     serving.init_forward_metadata(step)
     last = (x[-1:] for x in (q, k, v))

@@ -14,6 +14,7 @@ from sglang_kvq.cache.pool import PagePool
 from sglang_kvq.cache.tiers import TierManager
 from sglang_kvq.constants import PAGE_SIZE as P
 from sglang_kvq.formats.page import PageFormat
+from tests.sglang.attention.graph_views import decode_view
 
 Q_HEADS, KV_HEADS, D, ROWS, PAGES = 4, 2, 64, 6, 30
 LAYER = SimpleNamespace(head_dim=D, layer_id=0, scaling=D**-0.5, k_scale=None, v_scale=None)
@@ -79,20 +80,17 @@ class Worker:
             self.stored[row] += 1
         rows, lens = list(self.stored), list(self.stored.values())
         more = pad_to - len(rows)
-        seq = torch.tensor(lens + [1] * more)
-        batch = SimpleNamespace(
-            forward_mode=mode("decode"),
-            rids=[f"row {row}" for row in rows],
-            req_pool_indices=torch.tensor(rows + [0] * more),
-            seq_lens=seq,
-            seq_lens_cpu=seq,
-            out_cache_loc=torch.tensor(
-                [int(self.pool.req_to_token[r, n - 1]) for r, n in zip(rows, lens)] + [0] * more
-            ),
-        )
         q, k, v = (torch.cat([x, x.new_full((more, x.shape[1]), 99.0)]) for x in self.activations(len(rows), seed))
+        return self.decode_rows(rows, [q, k, v], more)
+
+    def decode_rows(self, rows: list[int], qkv: list[torch.Tensor], padding: int = 0) -> torch.Tensor:
+        """Decodes the last stored token of these rows in a CUDA graph with room for more."""
+        lens = [self.stored[row] for row in rows]
+        loc = [int(self.pool.req_to_token[row, length - 1]) for row, length in zip(rows, lens)]
+        batch = decode_view(rows, lens, torch.tensor(loc + [0] * padding), padding)
+        self.tiers.requests = tuple(f"row {row}" for row in rows)
         self.backend.init_forward_metadata_out_graph(batch)
-        return self.backend.forward_decode(q, k, v, LAYER, batch)
+        return self.backend.forward_decode(*qkv, LAYER, batch)
 
 
 @pytest.mark.parametrize("align", [4, 64])

@@ -58,7 +58,6 @@ def batch_of(model, row: int, prefix: int, new: int):
     length = prefix + (new or 1)
     return SimpleNamespace(
         forward_mode=ForwardMode.EXTEND if new else ForwardMode.DECODE,
-        rids=[f"row {row}"],
         req_pool_indices=torch.tensor([row]),
         seq_lens=torch.tensor([length]),
         seq_lens_cpu=torch.tensor([length]),
