@@ -10,6 +10,7 @@ import torch
 
 from sglang_kvq.attention import fa3
 from sglang_kvq.attention.base import ExtendBatch
+from sglang_kvq.attention.planning.ragged_calls import IN_PLACE
 from sglang_kvq.attention.ragged import FLOAT_WORKSPACE, LEAST_TOKENS, RaggedPrefill
 from sglang_kvq.constants import PAGE_SIZE
 
@@ -64,12 +65,13 @@ def _flashinfer(device: torch.device, head_dim: int) -> tuple[ModuleType, str]:
 
 
 #: Stored and new tokens of the requests that test a library, and the workspace in tokens. With these sizes the first
-#: prefix takes two calls, and the first call contains both requests.
-_TRIED, _TRIED_IN = ((9 * PAGE_SIZE, PAGE_SIZE), (PAGE_SIZE + 6, PAGE_SIZE + 16)), 8 * PAGE_SIZE
+#: prefix takes two calls, the first call contains two requests, and the third request attends in place.
+_TRIED = ((9 * PAGE_SIZE, PAGE_SIZE), (PAGE_SIZE + 6, PAGE_SIZE + 16), (0, IN_PLACE))
+_TRIED_IN = 8 * PAGE_SIZE
 
 
 def _try(prefill: RaggedPrefill) -> None:
-    """Compares a library's attention with plain attention, for two requests that need two calls, a merge and sinks.
+    """Compares a library's attention with plain attention, for requests that need all ways to call it, and sinks.
 
     Raises:
         RuntimeError: they differ by more than rounding.
@@ -81,11 +83,12 @@ def _try(prefill: RaggedPrefill) -> None:
         return x.to(prefill.device, torch.bfloat16)
 
     prefixes, news = (list(lens) for lens in zip(*_TRIED))
-    q = draw(sum(news), prefill.q_heads)
-    stored, new = ([[draw(n, prefill.kv_heads) for _ in "kv"] for n in lens] for lens in (prefixes, news))
+    heads = (prefill.q_heads, prefill.kv_heads, prefill.kv_heads)
+    q, k, v = draw(sum(news), sum(heads)).split(heads, dim=1)  # slices of one projection, as in many models
+    stored = [[draw(n, prefill.kv_heads) for _ in "kv"] for n in prefixes]
     # As large as the log-sum-exp of these scores, so that a log-sum-exp in the wrong base is detected.
     sinks = torch.full((prefill.q_heads,), 5.0, device=prefill.device)
-    none, out = torch.empty(0, dtype=torch.int64), torch.empty_like(q)
+    none, out = torch.empty(0, dtype=torch.int64), torch.empty(q.shape, dtype=q.dtype, device=q.device)
 
     def gather(keys: torch.Tensor, values: torch.Tensor, pages: torch.Tensor) -> None:
         for request, index, first, count in pages.tolist():
@@ -95,11 +98,12 @@ def _try(prefill: RaggedPrefill) -> None:
     capacity, prefill.capacity = prefill.capacity, _TRIED_IN
     try:
         calls = prefill.plan(ExtendBatch(none, prefixes, news, none, none), prefill.head_dim**-0.5)
-        k, v = (torch.cat([each[i] for each in new]) for i in (0, 1))
         prefill.run(calls, q, k, v, gather, out, sinks)
     finally:
         prefill.capacity = capacity
-    whole = [[torch.cat(parts) for parts in zip(old, own)] for old, own in zip(stored, new)]
+    whole = [
+        [torch.cat(parts) for parts in zip(old, own)] for old, own in zip(stored, zip(k.split(news), v.split(news)))
+    ]
     wanted = [_attention(queries, k, v, sinks) for queries, (k, v) in zip(q.split(news), whole)]
     error = float((out.float() - torch.cat(wanted)).abs().max())
     if not error <= 0.02:

@@ -16,6 +16,7 @@ from sglang_kvq.attention.planning.ragged_calls import Call, CallShape, plan_cal
 from sglang_kvq.cache.transfer import upload
 from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.kernels.decode.learned_sinks import scale_by_sinks
+from sglang_kvq.kernels.extend.append_tokens import append_tokens
 
 #: Bytes of FlashInfer's own workspace.
 FLOAT_WORKSPACE = 256 << 20
@@ -84,6 +85,7 @@ class RaggedPrefill:
         size = self.float_workspace if self.device.type == "cuda" else 1
         sms = torch.cuda.get_device_properties(self.device).multi_processor_count if self.device.type == "cuda" else 2
         self._least_tiles = -(-2 * sms // self.q_heads)
+        self._takes_strides = isinstance(self.library, FlashAttention3)
         self._floats = torch.empty(size, dtype=torch.uint8, device=self.device)
         for _ in range(4):  # allocates pinned memory now, not while requests run
             self._add("auto")
@@ -106,8 +108,7 @@ class RaggedPrefill:
         for call, pages, positions in zip(calls, tensors[::2], tensors[1::2]):
             if call.shape not in taken:
                 taken[call.shape] = self._planned(call, scale, [*taken.values()])
-            # index_copy_ takes int64
-            index = None if call.positions is None else positions.long()
+            index = None if call.positions is None else positions
             planned.append(PlannedCall(call, taken[call.shape].wrapper, pages.view(-1, 4), index))
         return planned
 
@@ -146,10 +147,10 @@ class RaggedPrefill:
 
         out: see ``AttentionOps.extend``; sinks: see ``AttentionOps.decode``.
         """
-        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+        if not self._takes_strides:
+            q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         if len(calls) == 1 and not calls[0].call.gathers and sinks is None:  # a short prompt waits for this host code
-            mine = slice(*calls[0].call.q)
-            calls[0].wrapper.run(q[mine], k[mine], v[mine], out=out[mine])
+            calls[0].wrapper.run(q, k, v, out=out)
             return
         size = max((sum(c.call.kv_lens) for c in calls if c.call.gathers), default=0)
         space = torch.empty(2, size, *k.shape[1:], dtype=k.dtype, device=k.device)
@@ -161,8 +162,7 @@ class RaggedPrefill:
                 stored_k, stored_v = space[:, : sum(call.kv_lens)]
                 gather(stored_k, stored_v, planned.pages)
                 if planned.positions is not None:
-                    _append(stored_k, call, planned.positions, keys)
-                    _append(stored_v, call, planned.positions, values)
+                    append_tokens((stored_k, stored_v), planned.positions, (keys, values))
                 keys, values = stored_k, stored_v
             if call.alone and sinks is None:
                 planned.wrapper.run(q[mine], keys, values, out=out[mine])
@@ -186,11 +186,3 @@ class RaggedPrefill:
         bounds = torch.zeros(len(lens) + 1, dtype=torch.int32, pin_memory=self.device.type == "cuda")
         bounds[1:] = torch.tensor(lens).cumsum(0)
         return bounds
-
-
-def _append(stored: torch.Tensor, call: Call, positions: torch.Tensor, new: torch.Tensor) -> None:
-    """Copies new tokens into the workspace, each request's behind its prefix."""
-    if len(call.q_lens) == 1:
-        stored[-len(new) :].copy_(new)
-    else:
-        stored.index_copy_(0, positions, new)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -44,14 +46,13 @@ class BatchPlans:
     """Plans for a batch of new tokens, made at its first layer and reused at the others.
 
     Attributes:
-        is_short: whether pages are read directly; the key says whether the layer's records are cheap
-            (``extend.is_cheap``).
+        ways: the method that attends; the key says whether the layer's records are cheap (``extend.is_cheap``).
         short, calls, slabs: the plan of each way to attend: pages read directly, a library's calls, our kernel's slabs.
         scores: plans for scoring past keys, by request.
     """
 
     batch: ExtendBatch
-    is_short: dict[bool, bool] = field(default_factory=dict)
+    ways: dict[bool, Callable[..., None]] = field(default_factory=dict)
     short: PlannedExtend | None = None
     calls: list[PlannedCall] | None = None
     slabs: list[Slab] | None = None
@@ -95,6 +96,7 @@ class TritonOps(AttentionOps):
         self.q_heads = q_heads
         self.slab_pages = (slab_tokens or workspace_tokens(pool.kv_heads, pool.head_dim)) // PAGE_SIZE
         self._records: list[Record | PlaneRecord] = [record_of(format, pool.page_stride) for format in pool.formats]
+        self._cheap = [is_cheap(record, pool.head_dim) for record in self._records]
         self._launches: list[DecodeLaunch] = [
             launch or decode_launch(pool.head_dim, q_heads // pool.kv_heads, record, pool.kv_heads)
             for record in self._records
@@ -187,8 +189,8 @@ class TritonOps(AttentionOps):
         """
         rotations, store = self._rotations[layer], self._store(layer, loc)
         q, k, v = rotate((q, k, v), rotations, store, mean=self._means[layer], keep=True, space=self._rotated)
-        if len(q) <= _REUSED_TOKENS:
-            self._rotated = tuple(None if r is None else x for r, x in zip(rotations, (q, k, v)))
+        if q.shape[0] <= _REUSED_TOKENS:
+            self._rotated = tuple([None if r is None else x for r, x in zip(rotations, (q, k, v))])
         return q, k, v
 
     def quantize_tokens(
@@ -265,13 +267,11 @@ class TritonOps(AttentionOps):
     ) -> torch.Tensor:
         if out is None:
             out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        plans = self._plans_of(batch)
-        if self.short is not None and self._is_short(layer, plans, self.short):
-            self._extend_short(layer, out, q, k, v, plans, self.short, scale, sinks)
-        elif self.prefill is not None and self.prefill.suits(batch.new_lens):
-            self._extend_ragged(layer, out, q, k, v, plans, self.prefill, scale, sinks)
-        else:
-            self._extend_slabs(layer, out, q, k, v, plans, scale, sinks)
+        plans, cheap = self._plans_of(batch), self._cheap[layer]
+        attend = plans.ways.get(cheap)
+        if attend is None:
+            attend = plans.ways[cheap] = self._way(batch, cheap)
+        attend(layer, out, q, k, v, plans, scale, sinks)
         return out
 
     def _plans_of(self, batch: ExtendBatch) -> BatchPlans:
@@ -279,26 +279,24 @@ class TritonOps(AttentionOps):
             self._extend_plans = BatchPlans(batch)
         return self._extend_plans
 
-    def _is_short(self, layer: int, plans: BatchPlans, short: ShortExtends) -> bool:
-        """Returns whether the kernel that reads stored pages directly serves this layer."""
-        batch, cheap = plans.batch, is_cheap(self._records[layer], self.pool.head_dim)
-        if cheap not in plans.is_short:
-            capacity, flashinfer = self.slab_pages * PAGE_SIZE, False
-            if self.prefill is not None and self.prefill.suits(batch.new_lens):
-                capacity, flashinfer = self.prefill.capacity, True
-            lens = (batch.prefix_lens, batch.new_lens)
-            plans.is_short[cheap] = short.suits(*lens, self.geometry, cheap, capacity, flashinfer)
-        return plans.is_short[cheap]
+    def _way(self, batch: ExtendBatch, cheap: bool) -> Callable[..., None]:
+        """Returns the method that attends in layers whose records are cheap, or are not (``extend.is_cheap``)."""
+        library = self.prefill if self.prefill is not None and self.prefill.suits(batch.new_lens) else None
+        capacity = library.capacity if library else self.slab_pages * PAGE_SIZE
+        lens = (batch.prefix_lens, batch.new_lens)
+        if self.short is not None and self.short.suits(*lens, self.geometry, cheap, capacity, library is not None):
+            return partial(self._extend_short, self.short)
+        return partial(self._extend_ragged, library) if library else self._extend_slabs
 
     def _extend_short(
         self,
+        short: ShortExtends,
         layer: int,
         out: torch.Tensor,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
         plans: BatchPlans,
-        short: ShortExtends,
         scale: float,
         sinks: torch.Tensor | None,
     ) -> None:
@@ -315,13 +313,13 @@ class TritonOps(AttentionOps):
 
     def _extend_ragged(
         self,
+        prefill: RaggedPrefill,
         layer: int,
         out: torch.Tensor,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
         plans: BatchPlans,
-        prefill: RaggedPrefill,
         scale: float,
         sinks: torch.Tensor | None,
     ) -> None:

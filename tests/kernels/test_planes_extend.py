@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from sglang_kvq.attention.planning.short_extend import ShortExtends
-from sglang_kvq.attention.triton_ops import BatchPlans
 from sglang_kvq.constants import HEAD_DIMS, PAGE_SIZE
 from sglang_kvq.formats.planes import PlaneCode, Widths, gains_of
 from sglang_kvq.kernels.device.codes import PlaneCodes
@@ -90,7 +89,10 @@ def test_many_rows_are_read_directly():
         (make_scene(heads, [64], formats=[make_format("uniform-3-3", 128)] * 2), False),
     ):
         batch = make_batch(scene.rows, [(32768, 100)])
-        assert scene.ops()[0]._is_short(0, BatchPlans(batch), short) == direct
+        ops = scene.ops()[0]
+        ops.short = short
+        way = ops._way(batch, ops._cheap[0])
+        assert (getattr(way, "func", None) == ops._extend_short) == direct
 
 
 def plane_codes(widths: Widths) -> PlaneCodes:

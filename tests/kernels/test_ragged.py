@@ -11,6 +11,7 @@ import torch
 
 from sglang_kvq.attention import fa3, prefill_library, ragged
 from sglang_kvq.attention.fa3 import FlashAttention3
+from sglang_kvq.attention.planning import ragged_calls
 from sglang_kvq.attention.planning.ragged_calls import plan_calls
 from sglang_kvq.attention.ragged import RaggedPrefill
 from sglang_kvq.attention.triton_ops import TritonOps
@@ -94,9 +95,10 @@ FA3_STANDIN = FlashAttention3(attend, merge_state)
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_every_query_meets_every_key_once(seed):
+def test_every_query_meets_every_key_once(seed, monkeypatch):
     """Calls are in order and fit the workspace; each of its rows is written once, as the call's bounds say."""
     draw = random.Random(seed)
+    monkeypatch.setattr(ragged_calls, "IN_PLACE", draw.choice([1, 200, 512]))
     capacity = PAGE_SIZE * draw.choice([1, 2, 3, 16])
     lens = [
         (draw.choice([0, 1, 64, 127, draw.randrange(9000)]), draw.randint(1, 300)) for _ in range(draw.randint(1, 9))
@@ -136,6 +138,23 @@ def test_every_query_meets_every_key_once(seed):
             assert sorted(seen[s + t]) == [(i, position) for position in range(prefix[i] + t + 1)]
 
 
+@pytest.mark.parametrize(
+    ("lens", "groups"),
+    [
+        ([(64, 136), *[(0, 200)] * 31, (0, 64)], [(1, True), (32, False)]),  # a chunk continues, the last one begins
+        ([(64, 100), (0, 200), (0, 200), (128, 100)], [(4, True)]),  # copying so few tokens is faster than a call
+        ([(0, 300), (0, 300), (64, 9), (128, 9), (0, 700)], [(2, False), (2, True), (1, False)]),
+        ([(0, 200)] * 40, [(40, False)]),
+        ([(64, 300), (0, 600)] * 4, [(1, True), (1, False)] * 4),
+        ([(64, 300), (0, 600)] * 8, [(16, True)]),  # too many calls
+    ],
+)
+def test_long_runs_without_a_prefix_attend_in_place(lens, groups):
+    prefix, new = map(list, zip(*lens))
+    calls = plan_calls(prefix, new, 1 << 16)
+    assert [(len(call.q_lens), call.gathers) for call in calls] == groups
+
+
 def compare(heads, lens, capacity, library, device, choose=lambda call: "auto"):
     prefill = RaggedPrefill(library, heads.q, heads.kv, heads.head_dim, torch.device(device), capacity, choose)
 
@@ -158,6 +177,13 @@ def any_length(monkeypatch):
 @each(lens=BATCHES, capacity=[64, 192, 32768])
 def test_extend_over_a_standin_agrees_with_the_reference(any_length, lens, capacity):
     compare(HEADS[1], lens, capacity, STANDIN, "cpu")
+
+
+@pytest.mark.skipif(ON_GPU, reason="the stand-in computes on a CPU; the libraries are tested instead")
+@pytest.mark.parametrize("library", [STANDIN, FA3_STANDIN], ids=["FlashInfer", "FlashAttention 3"])
+def test_runs_in_place_agree_with_the_reference(any_length, monkeypatch, library):
+    monkeypatch.setattr(ragged_calls, "IN_PLACE", 100)
+    compare(HEADS[1], [(130, 70), (0, 60), (0, 70), (64, 65)], 32768, library, "cpu")
 
 
 @pytest.mark.skipif(ON_GPU, reason="the stand-in computes on a CPU; the libraries are tested instead")

@@ -11,6 +11,7 @@ have equal shapes, so they share a library's plan.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate, groupby
 from typing import TypeAlias
 
 import numpy as np
@@ -22,6 +23,9 @@ from sglang_kvq.kernels.extend.gather_pages import PageRead
 TILE = 128
 #: Approximate limit on groups of requests per batch: a group takes up to three plans, with 8 MiB of tables each.
 MOST_GROUPS = 6
+#: Fewest new tokens of consecutive requests without a prefix that attend in place, although others in the batch have a
+#: prefix, and the most such runs in a batch.
+IN_PLACE, MOST_RUNS = 512, 6
 
 #: A call's q_lens, kv_lens and causal.
 CallShape: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], bool]
@@ -72,7 +76,8 @@ def plan_calls(prefix_lens: list[int], new_lens: list[int], capacity: int, least
     Consecutive requests form a group while they fit the workspace together. A group that does not fit may still grow
     until it has ``least_tiles`` tiles. That is enough work for a call even if the call reads little of each prefix. A
     group's first call reads the new tokens and as much of the prefixes' ends as fits. If that call reads no prefix, it
-    reads the new tokens in place.
+    reads the new tokens in place. So a long run of requests without a prefix has groups of its own (``_ends``):
+    copying its tokens would take longer than another call.
 
     Args:
         capacity: tokens of the workspace, whole pages.
@@ -81,10 +86,11 @@ def plan_calls(prefix_lens: list[int], new_lens: list[int], capacity: int, least
     calls: list[Call] = []
     tiles = [-(-new // TILE) for new in new_lens]
     least_tiles = max(least_tiles, sum(tiles) // MOST_GROUPS)
+    ends = _ends(prefix_lens, new_lens)
     begin = query = 0
     while begin < len(new_lens):
         end = begin + 1
-        while end < len(new_lens):
+        while end < ends[begin]:
             mine = slice(begin, end + 1)
             fits = sum(prefix_lens[mine]) + sum(new_lens[mine]) <= capacity
             # New tokens must leave room for prefixes; one page of each request must be a small part of a call.
@@ -96,6 +102,24 @@ def plan_calls(prefix_lens: list[int], new_lens: list[int], capacity: int, least
         calls += _plan_group(begin, prefix, new, query, capacity)
         begin, query = end, query + int(new.sum())
     return calls
+
+
+def _ends(prefix_lens: list[int], new_lens: list[int]) -> list[int]:
+    """Returns for each request the end of its section; a group lies in one section.
+
+    A long run of requests without a prefix is a section, and so are the requests between two of them.
+    """
+    least = max(IN_PLACE, sum(new_lens) // MOST_RUNS)
+    sections: list[int] = []  # numbers of requests
+    after_run = True
+    for stored, run in groupby(zip(prefix_lens, new_lens), key=lambda lens: lens[0] > 0):
+        news = [new for _, new in run]
+        in_place = not stored and sum(news) >= least
+        if in_place or after_run:
+            sections.append(0)
+        sections[-1] += len(news)
+        after_run = in_place
+    return [end for count, end in zip(sections, accumulate(sections)) for _ in range(count)]
 
 
 def _plan_group(request: int, prefix: np.ndarray, new: np.ndarray, query: int, capacity: int) -> list[Call]:

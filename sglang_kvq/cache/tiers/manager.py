@@ -37,8 +37,8 @@ class TierManager(TierState):
         self._fills = Fills(self, self._move_tokens)
         self._dirty = True
         self._forget = False  # True: forget everything before the next plan
-        #: Ids of the requests of the batch that runs. The caller sets them before each batch, because SGLang's view of a
-        #: batch in a CUDA graph has none.
+        #: Ids of the requests of the batch that runs. The caller sets them before each batch, because SGLang's view of
+        #: a batch in a CUDA graph has none.
         self.requests: tuple[str, ...] = ()
         # For each batch of requests: the lengths with which its next decode step continues under a valid plan.
         self._next_lens: dict[tuple[str, ...], np.ndarray] = {}

@@ -27,7 +27,8 @@ class View(NamedTuple):
 
 
 def view(x: torch.Tensor) -> View:
-    return View(x, x.stride(0), x.stride(1))
+    token, head, _ = x.stride()
+    return View(x, token, head)
 
 
 class Stored(NamedTuple):

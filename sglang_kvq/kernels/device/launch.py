@@ -6,6 +6,7 @@ prefill's layers wait for it, and so do decode steps without CUDA graphs.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,11 +20,24 @@ searches = INTERPRETED
 _ALIGNMENT = 16
 #: Integers that Triton passes as int32.
 _INT32 = range(-(2**31), 2**31)
-#: For each kernel: flags of the arguments that Triton specializes; compiled kernels and their constants, by kinds.
-_known: dict[Any, tuple[tuple[bool, ...], dict[Any, tuple[Any, tuple[Any, ...]]]]] = {}
+#: For each kernel: indices of the arguments that Triton does not specialize; compiled kernels and their constants, by
+#: kinds.
+_known: dict[Any, tuple[tuple[int, ...], dict[Any, tuple[Any, tuple[Any, ...]]]]] = {}
 
 
-def start_kernel(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
+class Constants(dict[str, Any]):
+    """A kernel's constants and Triton's options, for callers that launch with the same ones again and again.
+
+    Do not change it. Two of them are equal only if they are one object.
+    """
+
+    __hash__ = object.__hash__  # type: ignore[assignment]
+    __eq__ = object.__eq__
+
+
+def start_kernel(
+    kernel: Any, grid: tuple[int, ...], *arguments: Any, constants: Constants | None = None, **named: Any
+) -> None:
     """Launches a kernel like ``kernel[grid](*arguments, **constants)``, usually without Triton's search.
 
     Triton itself does the first launch for arguments of the same kinds, and every launch of a kernel with hooks. Later
@@ -32,33 +46,50 @@ def start_kernel(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constant
     Args:
         grid: numbers of programs, in one to three dimensions.
         arguments: all parameters of the kernel that are not constants.
-        constants: the kernel's constants, and Triton's options.
+        constants: the kernel's constants, and Triton's options; None for those in ``named``.
     """
+    key: Any = constants
+    if constants is None:
+        constants, key = named, tuple(named.items())  # type: ignore[assignment]
     if searches or kernel.pre_run_hooks:
         kernel[grid](*arguments, **constants)
         return
     known = _known.get(kernel.fn)
     if known is None:
-        flags = tuple(not parameter.do_not_specialize for parameter in kernel.params)
-        known = _known[kernel.fn] = flags, {}
-    specialized, compiled = known
-    kinds = (driver.active.get_current_device(), *map(_kind, arguments, specialized), *constants.items())
-    found = compiled.get(kinds)
+        known = _known[kernel.fn] = tuple(p.num for p in kernel.params if p.do_not_specialize), {}
+    unspecialized, compiled = known
+    kinds: list[Any] = [driver.active.get_current_device(), key]
+    _add_kinds(kinds, _without_numbers(arguments, unspecialized))
+    found = compiled.get(kind := tuple(kinds))
     if found is None:
         names = kernel.arg_names[len(arguments) :]
-        compiled[kinds] = kernel[grid](*arguments, **constants), tuple(constants[name] for name in names)
+        compiled[kind] = kernel[grid](*arguments, **constants), tuple(constants[name] for name in names)
         return
     function, values = found
     function[(*grid, 1, 1)[:3]](*arguments, *values)
 
 
-def _kind(x: Any, specialized: bool = True) -> Any:
-    """Returns the kind of an argument: never coarser than Triton's own specialization, and finer for integers."""
-    kind = type(x)
-    if kind is torch.Tensor:
-        return (x.dtype,) if x.data_ptr() % _ALIGNMENT else x.dtype
-    if kind is int:
-        return kind if not specialized and x in _INT32 else x
-    if isinstance(x, tuple):
-        return kind, *[_kind(y) for y in x]
-    return kind if kind is float or kind is bool else x
+def _without_numbers(arguments: tuple[Any, ...], unspecialized: tuple[int, ...]) -> Sequence[Any]:
+    """Returns the arguments with ``int`` in place of integers that Triton does not compile for, by their indices."""
+    if not unspecialized:
+        return arguments
+    others = list(arguments)
+    for index in unspecialized:
+        if type(others[index]) is int and others[index] in _INT32:
+            others[index] = int
+    return others
+
+
+def _add_kinds(kinds: list[Any], arguments: Sequence[Any]) -> None:
+    """Appends the kind of each argument: never coarser than Triton's own specialization, and finer for integers."""
+    for x in arguments:
+        kind = type(x)
+        if kind is torch.Tensor:
+            kinds.append(x.dtype)
+            kinds.append(x.data_ptr() % _ALIGNMENT == 0)
+        elif isinstance(x, tuple):
+            kinds.append(kind)
+            kinds.append(len(x))
+            _add_kinds(kinds, x)
+        else:
+            kinds.append(kind if kind is float or kind is bool else x)

@@ -7,6 +7,7 @@ R = R_hi + R_lo, two BF16 matrices. x is BF16 already, so two BF16 products summ
 2^-17. That is eight times finer than TF32 at the same cost.
 """
 
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ import triton.language as tl
 
 from sglang_kvq.kernels.device.arguments import view
 from sglang_kvq.kernels.device.common import NO_OVERLAP, PAGE, Overlap, dot, to_bf16
-from sglang_kvq.kernels.device.launch import start_kernel
+from sglang_kvq.kernels.device.launch import Constants, start_kernel
 from sglang_kvq.kernels.device.shape import shape_of
 
 _TOKENS = 64  # rows of a tile, for every batch: a token's codes must not depend on its neighbors
@@ -73,28 +74,51 @@ def rotate(
     q, k, _ = x
     tokens, q_heads, d = q.shape
     kv_heads = k.shape[1]
-    r_q, r_k, r_v = rotations
-    if mean is not None and r_k is None:
+    if mean is not None and rotations[1] is None:
         raise ValueError("mean given without r_k: the mean is subtracted from rotated keys only. Pass a key rotation.")
-    out = [y if r is None else _result(y, given) for y, r, given in zip(x, rotations, space)]
-    # Heads are numbered q, k, v, and the launch covers those with work. If a model rotates keys but not values, values
-    # are skipped, or only copied to the BF16 pages.
-    busy = [r_q is not None, r_k is not None or store is not None, r_v is not None or store is not None]
-    bounds = [0, q_heads, q_heads + kv_heads, q_heads + 2 * kv_heads]
-    if tokens == 0 or not any(busy):
-        return tuple(out)
-    first, last = bounds[busy.index(True)], bounds[3 - busy[::-1].index(True)]
-    # With few tokens latency dominates, and more programs load less each. A column's bits do not depend on the block.
-    block = 32 if d == 96 or tokens <= 4 * _TOKENS else 64
-    grid = (min(triton.cdiv(tokens, _TOKENS), 16), (last - first) * (d // block))
+    out = tuple([y if r is None else _result(y, given) for y, r, given in zip(x, rotations, space)])
+    matrices = tuple([0 if r is None else r.shape[1] for r in rotations])
+    means = 0 if mean is None else mean.shape[0]
+    how = _how(q_heads, kv_heads, d, tokens <= 4 * _TOKENS, matrices, means, store is not None, keep, overlap)
+    if tokens == 0 or how is None:
+        return out
+    first, programs, constants = how
+    grid = (min(-(-tokens // _TOKENS), 16), programs)
     start_kernel(
         _rotate, grid,
-        tuple(map(view, x)), tuple(out), tuple(q if r is None else r for r in rotations), store or Store(q, 1, q, q, q),
+        tuple(map(view, x)), out, tuple([q if r is None else r for r in rotations]), store or Store(q, 1, q, q, q),
         q if mean is None else mean, tokens, first,
+        constants=constants,
+    )  # fmt: skip
+    return out
+
+
+@cache
+def _how(
+    q_heads: int, kv_heads: int, d: int, few: bool, matrices: tuple[int, ...], means: int, stores: bool, keep: bool,
+    overlap: Overlap,
+) -> tuple[int, int, Constants] | None:  # fmt: skip
+    """Returns a launch's first head, its programs per tile of tokens, and its constants; None if nothing has work.
+
+    Heads are numbered q, k, v, and the launch covers those with work. If a model rotates keys but not values, values
+    are skipped, or only copied to the BF16 pages.
+
+    Args:
+        few: at most four tiles of tokens. Latency dominates then, and more programs load less each. A column's bits do
+            not depend on the block.
+        matrices: how many matrices rotate q, k and v; means: how many vectors are subtracted from keys.
+    """
+    busy = [matrices[0] > 0, matrices[1] > 0 or stores, matrices[2] > 0 or stores]
+    if not any(busy):
+        return None
+    bounds = [0, q_heads, q_heads + kv_heads, q_heads + 2 * kv_heads]
+    first, last = bounds[busy.index(True)], bounds[3 - busy[::-1].index(True)]
+    block = 32 if d == 96 or few else 64
+    return first, (last - first) * (d // block), Constants(
         SHAPE=shape_of(kv_heads, d, q_heads),
-        ROTATIONS=tuple(0 if r is None else r.shape[1] for r in rotations),
-        MEANS=0 if mean is None else mean.shape[0],
-        STORE=store is not None,
+        ROTATIONS=matrices,
+        MEANS=means,
+        STORE=stores,
         KEEP=keep,
         EARLY=overlap.early,
         LETS_NEXT=overlap.lets_next,
@@ -104,7 +128,6 @@ def rotate(
         num_stages=1,  # R's two parts and one tile of rows are 96 KiB at D = 256
         launch_pdl=overlap.early,
     )  # fmt: skip
-    return tuple(out)
 
 
 def _result(x: torch.Tensor, given: torch.Tensor | None) -> torch.Tensor:

@@ -192,8 +192,8 @@ class KVQuantBackend(AttentionBackend):
         q, k, v, index = self._heads(q, k, v, layer)
         if forward_batch.forward_mode.is_target_verify():
             return self._verify(index, q, k, v, layer.scaling, forward_batch, sinks)
-        tokens = len(self.batch.loc)
-        if tokens == len(q) > 0:
+        tokens = self.batch.loc.shape[0]  # ``len`` of a tensor takes longer
+        if tokens == q.shape[0] > 0:
             out = self._destination(q, forward_batch)
             o = self._prefill(index, q, k, v, layer.scaling, sinks, out)
             return self.ops.rotate_output(index, o).flatten(1)
@@ -288,7 +288,10 @@ class KVQuantBackend(AttentionBackend):
 
         Makes the device wait until this layer's pages have arrived from the host.
         """
-        q, k, v = (x.reshape(x.shape[0], -1, layer.head_dim) for x in (q, k, v))
+        if q.dim() == 2:
+            q = q.reshape(q.shape[0], -1, layer.head_dim)
+        if k.dim() == 2:
+            k, v = k.reshape(k.shape[0], -1, layer.head_dim), v.reshape(v.shape[0], -1, layer.head_dim)
         index = self.index_of[layer.layer_id]
         if (loaded := getattr(self.token_to_kv_pool, "layer_transfer_counter", None)) is not None:
             loaded.wait_until(index)

@@ -1,4 +1,4 @@
-"""Decode batches as the attention backend sees them when a CUDA graph runs: SGLang's own view, with fewer attributes."""
+"""Decode batches as the attention backend sees them in a CUDA graph: SGLang's own view, with fewer attributes."""
 
 from __future__ import annotations
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
@@ -12,7 +10,7 @@ from sglang_kvq.cache.integrity import check_integrity
 from sglang_kvq.constants import PAGE_SIZE as P
 from sglang_kvq.sglang.attention import backend as backends
 from sglang_kvq.sglang.attention import scoring
-from tests.sglang.attention.test_padding import LAYER, StrictOps, Worker, mode
+from tests.sglang.attention.test_padding import StrictOps, Worker
 
 #: Stored lengths before a mixed batch: of the request that continues its prompt, and of the one that decodes. The
 #: decoded token completes a page, begins one, or does neither. In the first pair the decoding request has no history

@@ -78,7 +78,7 @@ class Worker:
     def decode(self, pad_to: int, seed: int) -> torch.Tensor:
         for row in self.stored:
             self.stored[row] += 1
-        rows, lens = list(self.stored), list(self.stored.values())
+        rows = list(self.stored)
         more = pad_to - len(rows)
         q, k, v = (torch.cat([x, x.new_full((more, x.shape[1]), 99.0)]) for x in self.activations(len(rows), seed))
         return self.decode_rows(rows, [q, k, v], more)
