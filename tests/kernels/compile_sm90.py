@@ -49,6 +49,7 @@ from sglang_kvq.kernels.decode.decode_attention import DecodeLaunch
 from sglang_kvq.kernels.decode.learned_sinks import scale_by_sinks
 from sglang_kvq.kernels.device import launch as device_launch
 from sglang_kvq.kernels.device.codes import PlaneRecord, Record, record_of
+from sglang_kvq.kernels.extend.append_tokens import append_tokens
 from sglang_kvq.kernels.extend.extend_attention import extend as triton_extend
 from sglang_kvq.kernels.extend.extend_attention import is_cheap
 from sglang_kvq.kernels.quantize.fold_tokens import fold_pages
@@ -234,6 +235,7 @@ def compile_all(heads: scenes.Heads) -> None:
     ops.plan_attention(scene.rows, scene.seq_lens)
     ops.rotate_and_store(0, loc, q, k, v)
     ops.rotate_and_keep(0, loc, q, k, v)
+    append_tokens((k.contiguous(), v.contiguous()), loc.int(), (k, v))
     ops.decode(0, q[:2], scene.rows, scene.seq_lens, scene.scale)
     extend_both_ways(ops, q, k, v, scene)
     fold(scene.pool)

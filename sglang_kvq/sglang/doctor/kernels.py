@@ -160,6 +160,7 @@ def _serve(number: int, device: torch.device) -> None:
     request.decode(FIRST + MORE + 1)
     request.fold()
     if number == 0:
+        request.append_to_workspace()
         request.finish_with_sinks()
         request.restore()
         request.copy_to_host()
@@ -273,6 +274,20 @@ class _Request:
     def _activations(self, tokens: int) -> tuple[torch.Tensor, ...]:
         heads = (Q_HEADS, KV_HEADS, KV_HEADS)
         return tuple(torch.randn(tokens, n, HEAD_DIM, device=self.device).bfloat16() for n in heads)
+
+    def append_to_workspace(self) -> None:
+        """Checks the kernel that copies new tokens behind stored ones, before a library's attention."""
+        from sglang_kvq.kernels.extend.append_tokens import append_tokens
+
+        _, *new = self._activations(MORE)
+        _, *stored = self._activations(2 * MORE)
+        positions = torch.arange(2 * MORE - 1, 0, -2, device=self.device)
+        want = [x.clone() for x in stored]
+        for x, y in zip(want, new):
+            x[positions] = y
+        append_tokens((stored[0], stored[1]), positions.int(), (new[0], new[1]))
+        for x, y in zip(stored, want):
+            _compare("appending to the workspace", self.formats[0], x, y)
 
     def finish_with_sinks(self) -> None:
         """Checks the kernel that applies learned sinks after FlashInfer's attention; works without FlashInfer."""
