@@ -95,7 +95,9 @@ class Preloaded:
         model = server.command[server.command.index("--model-path") + 1]
         words = [server.command[0], "-m", "tests.e2e.preloaded", str(theirs.fileno()), model]
         root = str(Path(__file__).resolve().parents[2])
-        self.process = subprocess.Popen(words, env=server.env, cwd=root, pass_fds=[theirs.fileno()])
+        # A process whose OpenMP has threads hangs after a fork.
+        env = {**server.env, "OMP_NUM_THREADS": "1"}
+        self.process = subprocess.Popen(words, env=env, cwd=root, pass_fds=[theirs.fileno()])
         theirs.close()
         self.channel.settimeout(PRELOAD)
         if self.channel.recv(1) != b"!":
