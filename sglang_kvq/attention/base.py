@@ -128,6 +128,12 @@ class AttentionOps(ABC):
         """
 
     @abstractmethod
+    def keep_tokens(
+        self, layer: int, loc: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Does what ``rotate_and_keep`` does, without queries: for a prefill that reads nothing stored."""
+
+    @abstractmethod
     def quantize_tokens(
         self, layer: int, first: torch.Tensor, pages: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> None:

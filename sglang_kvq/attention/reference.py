@@ -42,6 +42,12 @@ class ReferenceOps(AttentionOps):
         self.store_tokens(layer, loc[copied], k[copied], v[copied])
         return q, k, v
 
+    def keep_tokens(
+        self, layer: int, loc: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        _, k, v = self.rotate_and_keep(layer, loc, k[:0], k, v)
+        return k, v
+
     def quantize_tokens(
         self, layer: int, first: torch.Tensor, pages: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> None:

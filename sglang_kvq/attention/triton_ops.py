@@ -187,11 +187,28 @@ class TritonOps(AttentionOps):
         In a short batch, each layer overwrites the previous layer's results, because allocating would take the host too
         long.
         """
-        rotations, store = self._rotations[layer], self._store(layer, loc)
-        q, k, v = rotate((q, k, v), rotations, store, mean=self._means[layer], keep=True, space=self._rotated)
-        if q.shape[0] <= _REUSED_TOKENS:
-            self._rotated = tuple([None if r is None else x for r, x in zip(rotations, (q, k, v))])
+        q, k, v = self._keep(layer, loc, (q, k, v), self._rotations[layer])
         return q, k, v
+
+    def keep_tokens(
+        self, layer: int, loc: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        _, r_k, r_v = self._rotations[layer]
+        _, k, v = self._keep(layer, loc, (k, k, v), (None, r_k, r_v))
+        return k, v
+
+    def _keep(
+        self,
+        layer: int,
+        loc: torch.Tensor,
+        x: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        rotations: tuple[torch.Tensor | None, ...],
+    ) -> tuple[torch.Tensor, ...]:
+        store = self._store(layer, loc)
+        x = rotate(x, rotations, store, mean=self._means[layer], keep=True, space=self._rotated)
+        if x[1].shape[0] <= _REUSED_TOKENS:
+            self._rotated = tuple([old if r is None else y for r, y, old in zip(rotations, x, self._rotated)])
+        return x
 
     def quantize_tokens(
         self, layer: int, first: torch.Tensor, pages: torch.Tensor, k: torch.Tensor, v: torch.Tensor

@@ -235,6 +235,7 @@ def compile_all(heads: scenes.Heads) -> None:
     ops.plan_attention(scene.rows, scene.seq_lens)
     ops.rotate_and_store(0, loc, q, k, v)
     ops.rotate_and_keep(0, loc, q, k, v)
+    ops.keep_tokens(0, loc, k, v)
     append_tokens((k.contiguous(), v.contiguous()), loc.int(), (k, v))
     ops.decode(0, q[:2], scene.rows, scene.seq_lens, scene.scale)
     extend_both_ways(ops, q, k, v, scene)

@@ -130,6 +130,11 @@ def test_rotate_and_keep_is_rotate_then_store(heads, kind):
             assert torch.equal(x, y), f"{name} differs"
         if backend is ops:
             assert torch.equal(pool.bf16_pages.view(torch.int16), want.view(torch.int16))
+        pool.bf16_pages.copy_(before)
+        for name, x, y in zip("kv", backend.keep_tokens(1, loc, *given[1:]), backend.rotate(1, *given)[1:]):
+            assert torch.equal(x, y), f"{name} without queries differs"
+        if backend is ops:
+            assert torch.equal(pool.bf16_pages.view(torch.int16), want.view(torch.int16))
 
 
 @pytest.mark.parametrize("heads", HEADS[:3], ids=str)

@@ -54,6 +54,7 @@ class KVQuantBackend(AttentionBackend):
 
     #: State of the current prefill; set before its first layer, by ``init_forward_metadata_out_graph``.
     batch: ExtendBatch
+    fresh: bool  # no stored prefix is read, and no query scores keys
     direct_pages: torch.Tensor
     scored: list[ScoringPart]
     decoding: Decoding | None
@@ -126,6 +127,7 @@ class KVQuantBackend(AttentionBackend):
         own = loc[: sum(first[1])]
         self.batch = ExtendBatch(rows[:prefills], *first, own, direct)
         self.scored = plan_scoring(*first, scored)
+        self.fresh = not (any(first[0]) or self.scored)
         self.decoding = None
         if prefills < len(new):
             here = slice(len(own), tokens)
@@ -195,15 +197,15 @@ class KVQuantBackend(AttentionBackend):
         tokens = self.batch.loc.shape[0]  # ``len`` of a tensor takes longer
         if tokens == q.shape[0] > 0:
             out = self._destination(q, forward_batch)
-            o = self._prefill(index, q, k, v, layer.scaling, sinks, out)
-            return self.ops.rotate_output(index, o).flatten(1)
+            return self._prefill(index, q, k, v, layer.scaling, sinks, out).flatten(1)
         o = q.new_zeros(q.shape)  # SGLang's padding tokens attend to nothing
         if tokens > 0:
             o[:tokens] = self._prefill(index, q[:tokens], k[:tokens], v[:tokens], layer.scaling, sinks)
         if self.decoding is not None:
             here = self.decoding.tokens
-            o[here] = self._decode(index, q[here], k[here], v[here], layer.scaling, self.decoding, sinks)
-        return self.ops.rotate_output(index, o).flatten(1)
+            decoded = self._decode(index, q[here], k[here], v[here], layer.scaling, self.decoding, sinks)
+            o[here] = self.ops.rotate_output(index, decoded)
+        return o.flatten(1)
 
     def _prefill(
         self,
@@ -215,16 +217,21 @@ class KVQuantBackend(AttentionBackend):
         sinks: torch.Tensor | None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attends with the tokens of ``batch``, and stores them.
+        """Attends with the tokens of ``batch``, and stores them; returns the result, BF16 like q, in ``out`` if given.
 
-        Returns the result in the rotated basis, BF16 like q; in ``out``, if given.
+        Without a stored prefix nothing in the rotated basis is read: attention is plain BF16's, to the last bit.
         """
-        batch = self.batch
-        q, k, v = self.ops.rotate_and_keep(index, batch.loc, q, k, v)
-        o = self.ops.extend(index, q, k, v, batch, scale, sinks, out)
-        for part in self.scored:
-            self.ops.score_keys(index, q, k, batch, part, scale)
-        self.ops.quantize_tokens(index, batch.direct_tokens, self.direct_pages, k, v)
+        batch, ops = self.batch, self.ops
+        if self.fresh:
+            o = ops.extend(index, q, k, v, batch, scale, sinks, out)
+            k, v = ops.keep_tokens(index, batch.loc, k, v)
+        else:
+            q, k, v = ops.rotate_and_keep(index, batch.loc, q, k, v)
+            o = ops.extend(index, q, k, v, batch, scale, sinks, out)
+            for part in self.scored:
+                ops.score_keys(index, q, k, batch, part, scale)
+            o = ops.rotate_output(index, o)
+        ops.quantize_tokens(index, batch.direct_tokens, self.direct_pages, k, v)
         return o
 
     def _destination(self, q: torch.Tensor, fb: ForwardBatch) -> torch.Tensor | None:
@@ -233,7 +240,7 @@ class KVQuantBackend(AttentionBackend):
         SGLang copies a result that is not in this buffer.
         """
         out: torch.Tensor | None = getattr(fb, "_attn_output", None)
-        if out is None or self.ops.rotations.outputs is not None:
+        if out is None or not (self.fresh or self.ops.rotations.outputs is None):
             return None
         return out.view(q.shape)
 

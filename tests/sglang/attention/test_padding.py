@@ -109,19 +109,38 @@ def test_padded_batches_answer_like_those_that_are_not(align):
         assert not (worker.pool.bf16_pages[:, 1:] == 99.0).any()
 
 
+def rotated_worker() -> Worker:
+    made = Worker()
+    turn = torch.linalg.qr(torch.randn(1, 1, D, D))[0]
+    made.backend.ops.rotations = LayerRotations(k=turn, v=turn)
+    return made
+
+
 @pytest.mark.parametrize("rotated", [False, True])
 def test_a_prefill_writes_into_the_buffer_of_its_graph(rotated):
-    """A plain result is written to the graph's buffer; SGLang copies a rotated result, because it lies elsewhere."""
-    plain, graph = Worker(), Worker()
-    if rotated:
-        turn = torch.linalg.qr(torch.randn(1, 1, D, D))[0]
-        for worker in (plain, graph):
-            worker.backend.ops.rotations = LayerRotations(v=turn)
-    want = plain.extend({1: 300, 2: 201}, 501, 0)
-    buffer = torch.full((501, Q_HEADS * D), 7.0, dtype=torch.bfloat16)
-    got = graph.extend({1: 300, 2: 201}, 501, 0, buffer)
-    assert torch.equal(got, want) and (got.data_ptr() == buffer.data_ptr()) == (not rotated)
-    assert rotated or torch.equal(buffer, want)
+    """Results are written to the graph's buffer; SGLang copies a result that was rotated back."""
+    torch.manual_seed(0)
+    plain = rotated_worker() if rotated else Worker()
+    graph = Worker()
+    graph.backend.ops.rotations = plain.backend.ops.rotations
+    for step, new in enumerate(({1: 300, 2: 201}, {1: 100, 2: 90})):
+        tokens = sum(new.values())
+        want = plain.extend(new, tokens, step)
+        buffer = torch.full((tokens, Q_HEADS * D), 7.0, dtype=torch.bfloat16)
+        got = graph.extend(new, tokens, step, buffer)
+        copied = rotated and step > 0
+        assert torch.equal(got, want) and (got.data_ptr() == buffer.data_ptr()) == (not copied)
+        assert copied or torch.equal(buffer, want)
+
+
+def test_without_a_prefix_a_rotated_cache_answers_like_bf16():
+    """The first chunk reads nothing from the cache, so it is not rotated; the next one reads what was stored."""
+    torch.manual_seed(0)
+    rotated, plain = rotated_worker(), Worker()
+    first, second = ([each.extend(new, 501, 0) for each in (rotated, plain)] for new in ({1: 300, 2: 201}, {1: 501}))
+    assert torch.equal(*first)
+    error = (second[0].float() - second[1].float()).norm() / second[1].float().norm()
+    assert 0 < error < 0.5, "both caches quantize, in different bases"
 
 
 def test_a_batch_of_padding_alone_changes_nothing():
