@@ -1,12 +1,11 @@
 """Compares ``start_kernel`` with Triton's own launches for randomly drawn arguments; test_launch.py runs this script.
 
-Nothing is compiled or launched: a driver without a GPU records which compiled kernel would run, and with which
-arguments. Triton looks the kernel up as it does on a GPU.
+``no_gpu`` records which compiled kernel would run, and with which arguments. Triton looks the kernel up as it does on a
+GPU.
 """
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -14,56 +13,20 @@ import triton
 import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from triton.backends.compiler import GPUTarget
-from triton.compiler import CompiledKernel
-from triton.runtime.driver import driver
-from triton.runtime.jit import JITFunction
 
 from sglang_kvq.kernels.device import launch
 from sglang_kvq.kernels.device.launch import start_kernel
 from sglang_kvq.kernels.device.shape import shape_of
+from tests.kernels import no_gpu
+from tests.kernels.no_gpu import STATE, noted
 
-noted: list[tuple[Any, ...]] = []
-#: The GPU in use, and the number of launches that took a kernel found earlier.
-STATE = SimpleNamespace(device=0, repeats=0)
+#: Number of launches that took a kernel found earlier.
+STATE.repeats = 0
 
 
 class Pair(NamedTuple):
     data: torch.Tensor
     stride: int
-
-
-class Nothing(CompiledKernel):
-    """A compiled kernel that only records its launches."""
-
-    def __init__(self) -> None:
-        self.module, self.function, self.packed_metadata = object(), object(), ()
-        self.src, self.name, self._run = None, "kernel", self._note
-
-    def __del__(self) -> None:
-        """Does nothing, because there is nothing to unload."""
-
-    def _note(self, x: int, y: int, z: int, stream: int, *rest: Any) -> None:
-        function, _, _, _, _, *arguments = rest
-        noted.append((self, function, (x, y, z), tuple(arguments)))
-
-
-def compile_nothing(self: JITFunction, key: str, signature: Any, device: int, *rest: Any) -> Nothing:
-    """Replaces ``JITFunction._do_compile``."""
-    return self.device_caches[device][0].setdefault(key, Nothing())
-
-
-class Driver:
-    """A driver of two GPUs, for code that only asks which one is in use."""
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self) -> int:
-        return STATE.device
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -140,8 +103,7 @@ def check_hooks() -> None:
 
 
 def main() -> None:
-    driver.set_active(Driver())
-    JITFunction._do_compile = compile_nothing
+    no_gpu.install()
     compare()
     check_hooks()
     found = sum(len(cache[0]) for kernel in (_first, _second) for cache in kernel.device_caches.values())
