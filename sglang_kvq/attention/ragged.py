@@ -7,13 +7,12 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, TypeAlias
 
-import numpy as np
 import torch
 
 from sglang_kvq.attention.base import ExtendBatch
 from sglang_kvq.attention.fa3 import FlashAttention3
 from sglang_kvq.attention.planning.ragged_calls import Call, CallShape, plan_calls
-from sglang_kvq.cache.transfer import upload
+from sglang_kvq.cache.transfer import to_device
 from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.kernels.decode.learned_sinks import scale_by_sinks
 from sglang_kvq.kernels.extend.append_tokens import append_tokens
@@ -100,9 +99,8 @@ class RaggedPrefill:
         calls = plan_calls(batch.prefix_lens, batch.new_lens, self.capacity, self._least_tiles)
         parts = []
         for call in calls:
-            parts += [call.pages, call.pages[:0] if call.positions is None else call.positions]
-        flat = upload(np.concatenate([part.ravel() for part in parts]), self.device)
-        tensors = flat.split([part.size for part in parts])
+            parts += [call.pages.ravel(), call.pages[:0].ravel() if call.positions is None else call.positions]
+        tensors = to_device(parts, self.device, torch.int32)
         taken: dict[CallShape, _Wrapper] = {}
         planned = []
         for call, pages, positions in zip(calls, tensors[::2], tensors[1::2]):

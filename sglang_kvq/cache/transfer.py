@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 
-_ALIGNED = 2  # int64s in the 16 bytes of alignment that kernels may assume
+_ALIGNED = 16  # bytes of alignment that kernels are compiled for
 
 
-def upload(numbers: np.ndarray, device: torch.device) -> torch.Tensor:
-    """Copies the numbers to the device as int32; the host does not wait."""
-    host = torch.from_numpy(numbers.astype(np.int32))
-    if device.type == "cuda":
-        host = host.pin_memory()
-    return host.to(device, non_blocking=True)
-
-
-def to_device(parts: list[np.ndarray], device: torch.device) -> list[torch.Tensor]:
-    """Copies int64 vectors to the device in one copy, each aligned to 16 bytes; the host does not wait."""
+def to_device(
+    parts: Sequence[np.ndarray], device: torch.device, dtype: torch.dtype = torch.int64
+) -> list[torch.Tensor]:
+    """Copies vectors of integers to the device in one copy, each aligned to 16 bytes; the host does not wait."""
     sizes = [len(part) for part in parts]
-    room = [-(-size // _ALIGNED) * _ALIGNED for size in sizes]
-    host = torch.zeros(sum(room), dtype=torch.int64, pin_memory=device.type == "cuda")
+    aligned = _ALIGNED // dtype.itemsize
+    room = [-(-size // aligned) * aligned for size in sizes]
+    host = torch.zeros(sum(room), dtype=dtype, pin_memory=device.type == "cuda")
     for target, part in zip(host.split(room), parts):
         target[: len(part)] = torch.from_numpy(part)
     return [x[:size] for x, size in zip(host.to(device, non_blocking=True).split(room), sizes)]

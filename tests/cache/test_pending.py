@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 
 from sglang_kvq.cache.pending import CopiedPages, FoldedPages, PendingOps
@@ -63,9 +64,11 @@ def test_rows_alone():
     assert spans.tolist() == [EVENT_ROWS, 3, 2, 3, 4] and not pages.numel() and events == 1
 
 
-def test_parts_of_one_copy_start_where_kernels_expect_them():
-    parts = [np.arange(3), np.empty(0, np.int64), np.array([7]), np.arange(4)]
-    tensors = to_device(parts, CPU)
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+def test_parts_of_one_copy_start_where_kernels_expect_them(dtype):
+    parts = [np.arange(3), np.empty(0, np.int64), np.array([7]), np.arange(4), np.arange(5)]
+    tensors = to_device(parts, CPU, dtype)
+    assert all(x.dtype is dtype for x in tensors)
     assert [x.tolist() for x in tensors] == [x.tolist() for x in parts]
     assert all((x.data_ptr() - tensors[0].data_ptr()) % 16 == 0 for x in tensors)
 

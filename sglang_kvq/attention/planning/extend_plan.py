@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from sglang_kvq.cache.transfer import upload
+from sglang_kvq.cache.transfer import to_device
 from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.kernels.extend.flash_attention import Tile
 from sglang_kvq.kernels.extend.gather_pages import PageRead
@@ -55,6 +55,6 @@ def plan_slabs(
         tokens = np.minimum((last - bounds[:-1]) * PAGE_SIZE, prefixes) - (first - bounds[:-1]) * PAGE_SIZE
         stored = list(zip(((first - begin) * PAGE_SIZE).tolist(), np.maximum(tokens, 0).tolist()))
         parts += [pages[begin:end], np.array(plan_tiles(new_lens, stored))]
-    flat = upload(np.concatenate([part.ravel() for part in parts]), device).split([part.size for part in parts])
+    flat = to_device([part.ravel() for part in parts], device, torch.int32)
     tensors = [x.view(part.shape) for x, part in zip(flat, parts)]
     return [Slab(*pair) for pair in zip(tensors[::2], tensors[1::2])]

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from sglang_kvq.attention.base import ExtendBatch
 from sglang_kvq.attention.planning.extend_costs import H200, ExtendCosts, Geometry
-from sglang_kvq.cache.transfer import upload
+from sglang_kvq.cache.transfer import to_device
 from sglang_kvq.kernels.extend.extend_attention import FIELDS, ExtendLaunch, extend_launch, plan_extend
 
 
@@ -79,6 +78,5 @@ def plan_short(batch: ExtendBatch, short: ShortExtends, geometry: Geometry, devi
     launch = short.launch or extend_launch(geometry.head_dim)
     wave = geometry.concurrent_items(launch)
     plan = plan_extend(batch.prefix_lens, batch.new_lens, geometry.gqa_group, launch.rows, wave)
-    tables = np.concatenate([plan.items.ravel(), plan.spans.ravel()])
-    items, spans = upload(tables, device).split([plan.items.size, plan.spans.size])
+    items, spans = to_device([plan.items.ravel(), plan.spans.ravel()], device, torch.int32)
     return PlannedExtend(launch, items.view(-1, FIELDS.value), spans.view(-1, 2), plan.partials)

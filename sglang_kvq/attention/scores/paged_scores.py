@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from sglang_kvq.attention.scores.scoring import ScoringPart
-from sglang_kvq.cache.transfer import upload
+from sglang_kvq.cache.transfer import to_device
 from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.kernels.extend.gather_pages import FIELDS, PageRead
 from sglang_kvq.kernels.extend.key_scores import merged, past_lse, raise_scores, score_launch, splits_of
@@ -64,7 +64,8 @@ class PlannedScores:
             first=start % (most_pages * PAGE_SIZE),
             count=np.minimum(part.stored - start, PAGE_SIZE),
         )
-        table = upload(np.stack(reads, axis=1).ravel(), device).view(-1, FIELDS.value)
+        (flat,) = to_device([np.stack(reads, axis=1).ravel()], device, torch.int32)
+        table = flat.view(-1, FIELDS.value)
         stretches = []
         for begin in range(0, max(pages, 1), most_pages):
             end = min(begin + most_pages, pages)
