@@ -298,7 +298,9 @@ class KVQuantBackend(AttentionBackend):
         if q.dim() == 2:
             q = q.reshape(q.shape[0], -1, layer.head_dim)
         if k.dim() == 2:
-            k, v = k.reshape(k.shape[0], -1, layer.head_dim), v.reshape(v.shape[0], -1, layer.head_dim)
+            k = k.reshape(k.shape[0], -1, layer.head_dim)
+        if v.dim() == 2:
+            v = v.reshape(v.shape[0], -1, layer.head_dim)
         index = self.index_of[layer.layer_id]
         if (loaded := getattr(self.token_to_kv_pool, "layer_transfer_counter", None)) is not None:
             loaded.wait_until(index)
