@@ -283,12 +283,14 @@ def check_mixed(server_args: ServerArgs, model: ModelConfig) -> None:
         return
     untried = {
         "speculative decoding": compat.resolved(server_args, "speculative_algorithm") is not None,
-        "a model with sliding windows": model.is_hybrid_swa,
-        "a model with recurrent states": keeps_states(model),
+        "sliding windows": model.is_hybrid_swa,
+        "recurrent states": keeps_states(model),
     }
-    beside = next((what for what, there in untried.items() if there), None)
-    if beside is not None:
-        raise KVQuantError(f"--enable-mixed-chunk: mixed batches with {beside} were not tried; leave the flag out.")
+    other = next((what for what, there in untried.items() if there), None)
+    if other is not None:
+        raise KVQuantError(
+            f"--enable-mixed-chunk: --kv-quant was not tested with both mixed batches and {other}. Leave the flag out."
+        )
 
 
 def check_named_model(values: Mapping[str, Any], config: KVQuantConfig) -> ModelConfig | None:
