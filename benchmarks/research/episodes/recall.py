@@ -288,19 +288,14 @@ def best(table: Sequence[dict[str, Any]]) -> dict[str, Any]:
     The mean over data sets and ``CHOSEN_BY`` decides. Among all ways within a standard error of the highest, the
     plainest is chosen: without neighbors, with pages embedded once, with the fewest pages.
 
-    Raises:
-        KVQuantError: none of these compressions was measured.
+    Args:
+        table: rows of at least one compression of ``CHOSEN_BY``.
     """
     of_search: dict[tuple[str, str, str], list[tuple[float, float]]] = {}
     for row in table:
         if row["served"] and row["compression"] in CHOSEN_BY:
             name = (row["pieces"], row["ranking"], row["neighbours"])
             of_search.setdefault(name, []).append((row["recall_choose"], row["recall_choose_se"] or 0.0))
-    if not of_search:
-        raise KVQuantError(
-            f"--compressions: contains none of {CHOSEN_BY}, which are needed to choose a way to search. "
-            "Add one of them."
-        )
     means = {name: float(np.mean([mean for mean, _ in of])) for name, of in of_search.items()}
     highest = max(means, key=lambda name: means[name])
     # Compressions of a data set err together, so their errors are averaged; those of data sets are independent.
@@ -360,9 +355,9 @@ def run(args: argparse.Namespace, writer: Writer, embedder: Embeds) -> tuple[lis
     if min(compressions) <= 1:
         raise KVQuantError(f"--compressions {args.compressions}: give numbers above 1, such as 4,6.")
     if not set(CHOSEN_BY) & set(compressions):
+        needed = " or ".join(f"{x:g}" for x in CHOSEN_BY)
         raise KVQuantError(
-            f"--compressions {args.compressions}: contains none of {CHOSEN_BY}, which are needed to choose a way to "
-            "search. Add one of them."
+            f"--compressions {args.compressions}: a way to search is chosen by its recall at {needed}. Add one of them."
         )
     for name in ("limit", "questions"):
         if getattr(args, name) < 1:

@@ -185,9 +185,9 @@ def test_of_what_is_within_an_error_the_plainest_is_chosen() -> None:
     "words, message",
     [
         (["--compressions", "4,x"], "--compressions 4,x: give numbers above 1"),
-        (["--compressions", "8"], "--compressions 8: give 4 or 6 too"),
+        (["--compressions", "8"], "--compressions 8: a way .* by its recall at 4 or 6. Add"),
         (["--limit", "0"], "--limit 0: give 1 or more"),
-        (["--limit", "1", "--compressions", "2,4"], "locomo: 1 conversation, but one chooses and another reports"),
+        (["--limit", "1", "--compressions", "2,4"], "locomo: 1 conversation, but one is needed to choose"),
         (["--pieces", "5 pages"], "--pieces 5 pages: choose"),
         (["--datasets", "locomo,x"], "--datasets x: choose"),
     ],
