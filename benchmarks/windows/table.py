@@ -20,8 +20,8 @@ HEAD = """\
 # Windows
 
 `python -m benchmarks.windows --page` writes this page from the files named below.
-[evaluation.md](../evaluation.md#windows) says how they are measured. `64 + 256` are the first 64 and the last 256
-tokens in BF16, a server's default.
+[evaluation-reference.md](../evaluation-reference.md#windows) says how they are measured. `64 + 256` are the first 64
+and the last 256 tokens in BF16, a server's default.
 
 | column | |
 |---|---|

@@ -136,7 +136,7 @@ def tool_call(seed: str, size: int) -> Haystack:
     return Haystack("\n".join(lines), question, unfinished, expected, r'"([^"]*)"')
 
 
-#: Kinds by name, in the order of docs/evaluation.md.
+#: Kinds by name, in the order of docs/evaluation-reference.md.
 KINDS: dict[str, Callable[[str, int], Haystack]] = {
     kind.__name__: kind for kind in (exact_keys, multi_key, multi_value, tracking, tool_call)
 }
