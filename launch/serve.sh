@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The container's entry point: runs SGLang's server with the given arguments. Unless they or a --config file choose the
-# method, it is int4, which needs no rotations.
+# The container's entry point: runs SGLang's server with the given arguments. Without --kv-quant and --config, the method
+# is int4, which needs no rotations. A --config file must name the method itself.
 set -euo pipefail
 # Other users of group 0 may go on with what this one writes to the volume.
 umask 0002
