@@ -131,7 +131,7 @@ def test_a_limit_of_seconds_stops_between_conversations(data: Path, monkeypatch:
         (["--compressions", "4,six"], "--compressions 4,six: give numbers above 1"),
         (["--block", "100"], "--block 100: give a multiple of the page"),
         (["--questions", "0"], "--questions 0: give 1 or more"),
-        (["--kv-quant", "int4"], "give none first"),
+        (["--kv-quant", "int4"], "--kv-quant int4: must begin with none"),
         (["--history-tokens", "500"], "histories of 500 tokens"),
     ],
 )
