@@ -44,7 +44,7 @@ CAPACITIES = (
 #: Rows of loaded servers, which also report tokens (``benchmarks/workloads.py``), and their methods.
 LOADED = (("bench 1k, none", "none"), ("bench 1k, oscar", "oscar"))
 #: Rows of a server whose memory is shared.
-SHARED = json.loads((ROOT / "benchmarks" / "results" / "serving_default_h100.json").read_text())["rows"]
+SHARED = json.loads((ROOT / "benchmarks" / "results" / "serving_all_h100.json").read_text())["rows"]
 SERVERS = [
     (gpu, *capacity)
     for gpu, file in sorted(RESULTS.items())

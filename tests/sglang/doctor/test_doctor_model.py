@@ -61,7 +61,7 @@ def test_tokens_are_those_that_a_server_had():
     The H100's memory was shared between records and BF16 pages; the H200's was divided once.
     """
     if compat.applies(NEW_TREE, compat.sglang_version()):
-        rows = json.loads((ROOT / "benchmarks" / "results" / "serving_default_h100.json").read_text())["rows"]
+        rows = json.loads((ROOT / "benchmarks" / "results" / "serving_all_h100.json").read_text())["rows"]
         plain, ours = (next(row["cache_tokens"] for row in rows if row["method"] == name) for name in ("none", "oscar"))
     else:
         rows = json.loads((ROOT / "benchmarks" / "results" / "serving_h200.json").read_text())["rows"]
