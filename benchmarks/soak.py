@@ -343,10 +343,8 @@ class Soak:
                     job.result()
                 self.say(f"{len(servers)} servers started; requests alone are measured")
                 self.checker = Checker(reference, self.scale, self.args.fault, bool(self.args.hicache))
-                seconds = 60 if self.cpu else 25
-                if self.args.hicache:
-                    seconds = 240 if self.cpu else 40
-                self.checker.calibrate(self.server, time.monotonic() + seconds)
+                default = (240 if self.cpu else 40) if self.args.hicache else 60 if self.cpu else 25
+                self.checker.calibrate(self.server, time.monotonic() + (self.args.alone or default))
                 found, bound = self.checker.calibrated, self.checker.bound
                 mean, largest = max(d.mean for d in found), max(d.max for d in found)
                 wrong = self.checker.wrong_page_mean() or 0.0
@@ -538,6 +536,9 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=8.0, help="minutes of traffic; default %(default)s")
     parser.add_argument(
         "--limit", type=float, help="minutes after which everything has ended; default --minutes plus 1.5"
+    )
+    parser.add_argument(
+        "--alone", type=float, help="seconds in which requests alone are measured; more if others use the GPU too"
     )
     parser.add_argument("--method", default="int4", help="--kv-quant of the servers; default %(default)s")
     parser.add_argument("--model", default="qwen3", choices=MODELS)

@@ -10,7 +10,6 @@ import torch
 
 from sglang_kvq.attention import fa3
 from sglang_kvq.attention.base import ExtendBatch
-from sglang_kvq.attention.planning.ragged_calls import IN_PLACE
 from sglang_kvq.attention.ragged import FLOAT_WORKSPACE, LEAST_TOKENS, RaggedPrefill
 from sglang_kvq.constants import PAGE_SIZE
 
@@ -66,8 +65,8 @@ def _flashinfer(device: torch.device, head_dim: int) -> tuple[ModuleType, str]:
 
 #: Stored and new tokens of the requests that test a library, and the workspace in tokens. With these sizes the first
 #: prefix takes two calls, the first call contains two requests, and the third request attends in place.
-_TRIED = ((9 * PAGE_SIZE, PAGE_SIZE), (PAGE_SIZE + 6, PAGE_SIZE + 16), (0, IN_PLACE))
-_TRIED_IN = 8 * PAGE_SIZE
+_TRIED = ((9 * PAGE_SIZE, PAGE_SIZE), (PAGE_SIZE + 6, PAGE_SIZE + 16), (0, 8 * PAGE_SIZE))
+_TRIED_IN, _TRIED_IN_PLACE = 8 * PAGE_SIZE, PAGE_SIZE
 
 
 def _try(prefill: RaggedPrefill) -> None:
@@ -95,12 +94,13 @@ def _try(prefill: RaggedPrefill) -> None:
             of, at = slice(first, first + count), slice(index * PAGE_SIZE, index * PAGE_SIZE + count)
             keys[of], values[of] = (x[at] for x in stored[request])
 
-    capacity, prefill.capacity = prefill.capacity, _TRIED_IN
+    limits = prefill.capacity, prefill.in_place
+    prefill.capacity, prefill.in_place = _TRIED_IN, _TRIED_IN_PLACE
     try:
         calls = prefill.plan(ExtendBatch(none, prefixes, news, none, none), prefill.head_dim**-0.5)
         prefill.run(calls, q, k, v, gather, out, sinks)
     finally:
-        prefill.capacity = capacity
+        prefill.capacity, prefill.in_place = limits
     whole = [
         [torch.cat(parts) for parts in zip(old, own)] for old, own in zip(stored, zip(k.split(news), v.split(news)))
     ]

@@ -11,7 +11,7 @@ import torch
 
 from sglang_kvq.attention.base import ExtendBatch
 from sglang_kvq.attention.fa3 import FlashAttention3
-from sglang_kvq.attention.planning.ragged_calls import Call, CallShape, plan_calls
+from sglang_kvq.attention.planning.ragged_calls import Call, CallShape, in_place_tokens, plan_calls
 from sglang_kvq.cache.transfer import to_device
 from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.kernels.decode.learned_sinks import scale_by_sinks
@@ -84,6 +84,7 @@ class RaggedPrefill:
         size = self.float_workspace if self.device.type == "cuda" else 1
         sms = torch.cuda.get_device_properties(self.device).multi_processor_count if self.device.type == "cuda" else 2
         self._least_tiles = -(-2 * sms // self.q_heads)
+        self.in_place = in_place_tokens(self.kv_heads, self.head_dim)
         self._takes_strides = isinstance(self.library, FlashAttention3)
         self._floats = torch.empty(size, dtype=torch.uint8, device=self.device)
         for _ in range(4):  # allocates pinned memory now, not while requests run
@@ -96,7 +97,7 @@ class RaggedPrefill:
 
     def plan(self, batch: ExtendBatch, scale: float) -> list[PlannedCall]:
         """Plans a batch for all layers. The host does not wait for the device."""
-        calls = plan_calls(batch.prefix_lens, batch.new_lens, self.capacity, self._least_tiles)
+        calls = plan_calls(batch.prefix_lens, batch.new_lens, self.capacity, self._least_tiles, self.in_place)
         parts = []
         for call in calls:
             parts += [call.pages.ravel(), call.pages[:0].ravel() if call.positions is None else call.positions]

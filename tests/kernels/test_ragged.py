@@ -11,8 +11,7 @@ import torch
 
 from sglang_kvq.attention import fa3, prefill_library, ragged
 from sglang_kvq.attention.fa3 import FlashAttention3
-from sglang_kvq.attention.planning import ragged_calls
-from sglang_kvq.attention.planning.ragged_calls import plan_calls
+from sglang_kvq.attention.planning.ragged_calls import in_place_tokens, plan_calls
 from sglang_kvq.attention.ragged import RaggedPrefill
 from sglang_kvq.attention.triton_ops import TritonOps
 from sglang_kvq.constants import PAGE_SIZE
@@ -95,10 +94,10 @@ FA3_STANDIN = FlashAttention3(attend, merge_state)
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_every_query_meets_every_key_once(seed, monkeypatch):
+def test_every_query_meets_every_key_once(seed):
     """Calls are in order and fit the workspace; each of its rows is written once, as the call's bounds say."""
     draw = random.Random(seed)
-    monkeypatch.setattr(ragged_calls, "IN_PLACE", draw.choice([1, 200, 512]))
+    in_place = draw.choice([1, 200, 512])
     capacity = PAGE_SIZE * draw.choice([1, 2, 3, 16])
     lens = [
         (draw.choice([0, 1, 64, 127, draw.randrange(9000)]), draw.randint(1, 300)) for _ in range(draw.randint(1, 9))
@@ -106,7 +105,7 @@ def test_every_query_meets_every_key_once(seed, monkeypatch):
     prefix, new = zip(*lens)
     seen: list[list] = [[] for _ in range(sum(new))]
     starts = [sum(new[:i]) for i in range(len(new))]
-    for call in plan_calls(list(prefix), list(new), capacity, draw.choice([1, 2, 5, 100])):
+    for call in plan_calls(list(prefix), list(new), capacity, draw.choice([1, 2, 5, 100]), in_place):
         begin, end = call.q
         size = sum(call.kv_lens)
         assert sum(call.q_lens) == end - begin
@@ -144,15 +143,21 @@ def test_every_query_meets_every_key_once(seed, monkeypatch):
         ([(64, 136), *[(0, 200)] * 31, (0, 64)], [(1, True), (32, False)]),  # a chunk continues, the last one begins
         ([(64, 100), (0, 200), (0, 200), (128, 100)], [(4, True)]),  # copying so few tokens is faster than a call
         ([(0, 300), (0, 300), (64, 9), (128, 9), (0, 700)], [(2, False), (2, True), (1, False)]),
+        ([(64, 9), (0, 999), (64, 9)], [(3, True)]),  # in the middle, a run adds two calls
+        ([(64, 9), (0, 500), (0, 500), (64, 9)], [(1, True), (2, False), (1, True)]),
         ([(0, 200)] * 40, [(40, False)]),
-        ([(64, 300), (0, 600)] * 4, [(1, True), (1, False)] * 4),
+        ([(64, 300), (0, 600)] * 4, [(7, True), (1, False)]),
         ([(64, 300), (0, 600)] * 8, [(16, True)]),  # too many calls
     ],
 )
 def test_long_runs_without_a_prefix_attend_in_place(lens, groups):
     prefix, new = map(list, zip(*lens))
-    calls = plan_calls(prefix, new, 1 << 16)
+    calls = plan_calls(prefix, new, 1 << 16, 1, 500)
     assert [(len(call.q_lens), call.gathers) for call in calls] == groups
+
+
+def test_the_fewer_heads_a_token_has_the_longer_is_a_run_in_place():
+    assert in_place_tokens(8, 128) == 2560 and in_place_tokens(1, 128) == 8 * 2560
 
 
 def compare(heads, lens, capacity, library, device, choose=lambda call: "auto"):
@@ -182,7 +187,7 @@ def test_extend_over_a_standin_agrees_with_the_reference(any_length, lens, capac
 @pytest.mark.skipif(ON_GPU, reason="the stand-in computes on a CPU; the libraries are tested instead")
 @pytest.mark.parametrize("library", [STANDIN, FA3_STANDIN], ids=["FlashInfer", "FlashAttention 3"])
 def test_runs_in_place_agree_with_the_reference(any_length, monkeypatch, library):
-    monkeypatch.setattr(ragged_calls, "IN_PLACE", 100)
+    monkeypatch.setattr(ragged, "in_place_tokens", lambda kv_heads, head_dim: 50)
     compare(HEADS[1], [(130, 70), (0, 60), (0, 70), (64, 65)], 32768, library, "cpu")
 
 

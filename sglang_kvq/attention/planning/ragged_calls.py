@@ -23,9 +23,10 @@ from sglang_kvq.kernels.extend.gather_pages import PageRead
 TILE = 128
 #: Approximate limit on groups of requests per batch: a group takes up to three plans, with 8 MiB of tables each.
 MOST_GROUPS = 6
-#: Fewest new tokens of consecutive requests without a prefix that attend in place, although others in the batch have a
-#: prefix, and the most such runs in a batch.
-IN_PLACE, MOST_RUNS = 512, 6
+#: Bytes of new keys and values whose copy takes about as long as one more call (``extend_costs.H200``).
+CALL_BYTES = 10 << 20
+#: Most runs of requests without a prefix that attend in place in one batch, if others in the batch have a prefix.
+MOST_RUNS = 6
 
 #: A call's q_lens, kv_lens and causal.
 CallShape: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], bool]
@@ -70,7 +71,14 @@ class Call:
         return tuple(self.q_lens), tuple(self.kv_lens), self.causal
 
 
-def plan_calls(prefix_lens: list[int], new_lens: list[int], capacity: int, least_tiles: int = 1) -> list[Call]:
+def in_place_tokens(kv_heads: int, head_dim: int) -> int:
+    """Returns the new tokens whose copy takes about as long as one more call; ``kv_heads`` counts this worker's."""
+    return CALL_BYTES // (4 * kv_heads * head_dim)
+
+
+def plan_calls(
+    prefix_lens: list[int], new_lens: list[int], capacity: int, least_tiles: int, in_place: int
+) -> list[Call]:
     """Returns the calls in order.
 
     Consecutive requests form a group while they fit the workspace together. A group that does not fit may still grow
@@ -82,11 +90,12 @@ def plan_calls(prefix_lens: list[int], new_lens: list[int], capacity: int, least
     Args:
         capacity: tokens of the workspace, whole pages.
         least_tiles: tiles of ``TILE`` new tokens of one request; raised if the batch has many.
+        in_place: see ``in_place_tokens``.
     """
     calls: list[Call] = []
     tiles = [-(-new // TILE) for new in new_lens]
     least_tiles = max(least_tiles, sum(tiles) // MOST_GROUPS)
-    ends = _ends(prefix_lens, new_lens)
+    ends = _ends(prefix_lens, new_lens, in_place)
     begin = query = 0
     while begin < len(new_lens):
         end = begin + 1
@@ -104,21 +113,23 @@ def plan_calls(prefix_lens: list[int], new_lens: list[int], capacity: int, least
     return calls
 
 
-def _ends(prefix_lens: list[int], new_lens: list[int]) -> list[int]:
+def _ends(prefix_lens: list[int], new_lens: list[int], in_place: int) -> list[int]:
     """Returns for each request the end of its section; a group lies in one section.
 
-    A long run of requests without a prefix is a section, and so are the requests between two of them.
+    A long run of requests without a prefix is a section, and so are the requests between two of them. A run in the
+    middle of the batch must be twice as long, because it adds two calls.
     """
-    least = max(IN_PLACE, sum(new_lens) // MOST_RUNS)
+    least = max(in_place, sum(new_lens) // MOST_RUNS)
     sections: list[int] = []  # numbers of requests
-    after_run = True
+    after_run, done = True, 0
     for stored, run in groupby(zip(prefix_lens, new_lens), key=lambda lens: lens[0] > 0):
         news = [new for _, new in run]
-        in_place = not stored and sum(news) >= least
-        if in_place or after_run:
+        calls = 2 if done > 0 and done + len(news) < len(new_lens) else 1
+        alone = not stored and sum(news) >= calls * least
+        if alone or after_run:
             sections.append(0)
         sections[-1] += len(news)
-        after_run = in_place
+        after_run, done = alone, done + len(news)
     return [end for count, end in zip(sections, accumulate(sections)) for _ in range(count)]
 
 

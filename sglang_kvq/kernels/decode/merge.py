@@ -17,6 +17,8 @@ from sglang_kvq.kernels.device.softmax import load_sink
 _PER_WARP = 2048
 #: Maximum number of partial results that a program reads at a time.
 _MOST = 256
+#: The number in a prefill, whatever its batch: each number is a kernel of its own, and a request would wait for it.
+_IN_PREFILL = 16
 
 
 def merge_splits(
@@ -35,12 +37,14 @@ def merge_splits(
         partial: float32 ``[items, q_heads, D]``; lse: float32 ``[items, q_heads]``, base 2.
         spans: int32 ``[B, 2]`` (``split_work.split_work``): a request's first item and number of items, at least one.
         overlap: an early start reads the spans before the previous launch has ended.
-        least: rows with fewer items than this are not written.
+        least: rows with fewer items than this are not written; above 1 in a prefill.
         sinks: float ``[q_heads]``; None for none.
     """
     batch, heads, d = out.shape
     # The items of a request if all have equal length; a request with more items takes several iterations.
     chunk = min(_MOST, triton.next_power_of_2(-(-len(partial) // batch)))
+    if least > 1:
+        chunk = _IN_PREFILL
     columns = triton.next_power_of_2(d)
     if chunk > 16:  # few rows: spread each over several programs
         columns = min(columns, 32)

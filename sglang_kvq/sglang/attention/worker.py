@@ -76,8 +76,6 @@ def create_backend(model_runner: ModelRunner) -> AttentionBackend:
     log_inferred(model_runner, config)
     for line in describe(state.status):
         logger.info("kv-quant %s", line)
-    if pool.device.type == "cuda":
-        logger.info("kv-quant compiles kernels that %s lacks; on a new host this takes about a minute", triton_cache())
     if config.capture:
         from sglang_kvq.sglang.attention.capture_backend import capture_backend
 
@@ -148,6 +146,7 @@ def create_ops(
     if pool.device.type == "cpu":
         return ReferenceOps(pool, rotations)
     from sglang_kvq.attention import prefill_library, ragged
+    from sglang_kvq.attention.compile_prefills import compile_prefills
     from sglang_kvq.attention.triton_ops import TritonOps
 
     layers = [layer for layer in model_runner.model.modules() if isinstance(layer, RadixAttention)]
@@ -161,7 +160,7 @@ def create_ops(
     slab_tokens = ragged.workspace_tokens(pool.kv_heads, pool.head_dim)
     prefill, used = prefill_library.load(q_heads, pool.kv_heads, pool.head_dim, pool.device, slab_tokens)
     logger.info("kv-quant prefill attention: %s", used)
-    return TritonOps(
+    ops = TritonOps(
         pool,
         rotations,
         q_heads=q_heads,
@@ -169,3 +168,6 @@ def create_ops(
         slab_tokens=slab_tokens,
         prefill=prefill,
     )
+    logger.info("kv-quant compiles kernels that %s lacks; on a new host this takes about a minute", triton_cache())
+    compile_prefills(ops)
+    return ops

@@ -1,0 +1,91 @@
+"""Prints the kernels that prefills compile at startup and the ones they compile later, without a GPU.
+
+test_compile_prefills.py runs this script. ``no_gpu`` compiles and launches nothing.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import torch
+from triton.runtime.jit import JITFunction
+
+from sglang_kvq.attention import triton_ops
+from sglang_kvq.attention.base import ExtendBatch, LayerRotations
+from sglang_kvq.attention.compile_prefills import compile_prefills
+from sglang_kvq.attention.fa3 import FlashAttention3
+from sglang_kvq.attention.planning.extend_costs import Geometry
+from sglang_kvq.attention.ragged import RaggedPrefill
+from sglang_kvq.attention.triton_ops import TritonOps
+from sglang_kvq.cache.pool import PagePool
+from sglang_kvq.constants import PAGE_SIZE as P
+from sglang_kvq.formats.page import PageFormat
+from sglang_kvq.formats.planes import PlaneCode, PlaneFormat
+from tests.kernels import no_gpu
+
+Q_HEADS, KV_HEADS, D, PAGES, ROWS, SMS = 32, 8, 128, 300, 9, 132
+FORMATS = {
+    "oscar": [PageFormat(D, D)] * 2,
+    "two widths": [PlaneFormat(D, PlaneCode((4, 3, 1, 0)), PlaneCode((2, 1, 1, 0))), PageFormat(D, D)],
+}
+compiled: list[str] = []
+
+
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, **how: Any) -> object:
+    """Takes FlashAttention 3's place."""
+    return (out, torch.zeros(q.shape[1], len(q))) if how.get("return_softmax_lse") else out
+
+
+def make_ops(formats: list, *, library: bool, folded: bool) -> TritonOps:
+    table = torch.zeros(ROWS, PAGES * P, dtype=torch.int32)
+    pool = PagePool.allocate(formats, kv_heads=KV_HEADS, pages=4, slots=4, req_to_token=table)
+    prefill = None
+    if library:
+        fa3 = FlashAttention3(attend, lambda *parts: None)
+        prefill = RaggedPrefill(fa3, Q_HEADS, KV_HEADS, D, torch.device("cpu"), 64 * P)
+    matrices = torch.eye(D).expand(len(formats), KV_HEADS, D, D).contiguous()
+    ops = TritonOps(pool, LayerRotations(k=matrices, v=None if folded else matrices), Q_HEADS, 4, prefill=prefill)
+    ops.geometry = Geometry(Q_HEADS, KV_HEADS, D, SMS)
+    return ops
+
+
+def prefill(ops: TritonOps, lens: list[tuple[int, int]]) -> None:
+    """Runs all layers for requests with stored and new tokens."""
+    prefixes, news = (list(x) for x in zip(*lens))
+    loc = torch.zeros(sum(news), dtype=torch.int64)
+    q, k, v = torch.zeros(len(loc), Q_HEADS + 2 * KV_HEADS, D, dtype=torch.bfloat16).split(
+        [Q_HEADS, KV_HEADS, KV_HEADS], 1
+    )
+    batch = ExtendBatch(torch.arange(1, len(news) + 1), prefixes, news, loc, loc[:0])
+    for layer in range(ops.pool.layers):
+        rotated = ops.rotate_and_keep(layer, loc, q, k, v)
+        ops.rotate_output(layer, ops.extend(layer, *rotated, batch, 0.1))
+
+
+def note(self: JITFunction, key: str, signature: Any, device: int, *rest: Any) -> no_gpu.Nothing:
+    compiled.append(self.fn.__name__)
+    return self.device_caches[device][0].setdefault(key, no_gpu.Nothing())
+
+
+def main() -> None:
+    no_gpu.install()
+    JITFunction._do_compile = note
+    triton_ops.INTERPRETED = True  # only lets the operations start without a GPU
+    for name, formats in FORMATS.items():
+        for library in (True, False):
+            for folded in (True, False):
+                ops = make_ops(formats, library=library, folded=folded)
+                compile_prefills(ops)
+                print(f"{name}, at startup: {' '.join(compiled)}")
+                compiled.clear()
+                draw = random.Random(3)
+                for _ in range(60):
+                    lens = [(draw.choice([1, P, 700, 5000, 18000]), draw.choice([1, 7, 64, 300, 1500]))]
+                    lens *= draw.choice([1, 1, 2, 8])
+                    prefill(ops, lens)
+                print(f"{name}, later: {' '.join(compiled)}")
+                compiled.clear()
+
+
+main()
