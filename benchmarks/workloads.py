@@ -24,19 +24,13 @@ decoding                   most requests at once that were between their first a
 running, queued            most requests in these states by the server's metrics, which it updates only now and then
 lost_window_pages          the most window pages at once that running requests read in few bits, not in BF16
 goodput_per_s              requests per second whose whole answer met both limits
-ttft_TxN_ms    with --first-tokens, in row ``first tokens, METHOD``: of N prompts of T tokens on an idle server, see
-                           ``benchmarks/prefill_graphs.py``; also the GPU's least, median and largest clock, and the
-                           median ms until the prefill begins, until its result is ready, and until the first token
-                           is received (``stages_ms``; each round's in the log folder)
 completed, cut, waited, unsent   requests with a whole answer; cut by the time; of these without a token; never sent
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import shlex
-import statistics
 import sys
 import tempfile
 import time
@@ -49,15 +43,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import record
 from benchmarks.bench_serving import servers, stock
-from benchmarks.bench_serving.clocks import Clocks
 from benchmarks.bench_serving.figure import plot
 from benchmarks.bench_serving.rows import measurements, scenario
 from benchmarks.bench_serving.sampler import Sampler
-from benchmarks.bench_serving.tables import FIRST_TOKENS, HEAD, bench_rows, line, markdown
+from benchmarks.bench_serving.tables import HEAD, bench_rows, line, markdown
 from benchmarks.bench_serving.workloads import TINY, WORKLOADS, Workload, chosen
-from benchmarks.capacity import MODEL, existing_folder, geometry_and_flags, name_of
-from benchmarks.prefill_graphs import quartiles, rounds
-from benchmarks.serving import Client
+from benchmarks.capacity import MODEL, existing_folder, name_of
 from launch.server import Server, ServerError
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.evaluation.provenance import without_paths
@@ -129,27 +120,6 @@ def measure(
     }
 
 
-def first_tokens(running: Server, spec: MethodSpec, setup: servers.Setup, folder: Path) -> Row:
-    """Returns the row of times to the first token of short prompts, each on an idle server."""
-    label, layers = servers.label(spec, setup), geometry_and_flags(setup.model, setup.layers)[0].layers
-    found, mhz, stages = {}, {}, {}
-    with Clocks() as clocks:
-        for name, slowest in rounds(Client(running, setup.config["vocab_size"], layers)):
-            found[name], mhz[name] = quartiles(slowest), clocks.take()
-            stages[name] = [[round(1e3 * each, 2) for each in stream.stages or ()] for stream in slowest]
-    (folder / f"first_tokens_{spec.slug}.json").write_text(json.dumps(stages))
-    return {
-        "scenario": name_of(setup.model, setup.layers, f"{FIRST_TOKENS}{label}"),
-        "unit": "ms",
-        "method": label,
-        **{f"{name}_ms": round(median, 2) for name, (_, median, _) in found.items()},
-        "quartiles_ms": {name: [round(low, 2), round(high, 2)] for name, (low, _, high) in found.items()},
-        "stages_ms": {name: [round(statistics.median(each), 2) for each in zip(*of)] for name, of in stages.items()},
-        "sm_mhz": {name: clock for name, clock in mhz.items() if clock},
-        **servers.facts(running, spec),
-    }
-
-
 def options() -> tuple[argparse.ArgumentParser, argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(
         description=__doc__.splitlines()[0], epilog="Words after -- are flags of all servers."
@@ -167,7 +137,6 @@ def options() -> tuple[argparse.ArgumentParser, argparse.Namespace, list[str]]:
     parser.add_argument("--model", type=existing_folder, default=MODEL, help="a folder with a config.json")
     parser.add_argument("--layers", type=int, help="use only the model's first N layers")
     parser.add_argument("--again", action="store_true", help="measure what the file has, too")
-    parser.add_argument("--first-tokens", action="store_true", help="first of all, those of short prompts")
     parser.add_argument(
         "--rehearse",
         type=float,
@@ -259,8 +228,6 @@ def serve(
                 stock.run(wanted[0].arguments(), running.url, tokenizer, args.rehearse, folder / "rehearsal")
                 running.drain()
                 print(f"{label}: rehearsed after {time.monotonic() - begin:.0f} s", flush=True)
-            if args.first_tokens:
-                record.merge(args.out, "serving", [first_tokens(running, spec, setup, folder)], key="scenario")
             print(HEAD, flush=True)
             for workload in wanted:
                 if not fits(workload):

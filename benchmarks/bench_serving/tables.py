@@ -10,7 +10,6 @@ Row = dict[str, Any]
 NAMES = {"none": "BF16", "fp8": "FP8"}
 ORDER = ("none", "fp8", "oscar", "transform:2.5")
 BENCH = "bench "
-FIRST_TOKENS = "first tokens, "
 
 
 def bench_rows(rows: Iterable[Row]) -> list[Row]:
@@ -66,7 +65,6 @@ TABLES: tuple[tuple[str, Callable[[Row, Row | None], str]], ...] = (
 
 def markdown(rows: Sequence[Row]) -> str:
     """Returns the tables of a result file's workloads; empty if it has none."""
-    firsts = [row for row in rows if FIRST_TOKENS in str(row.get("scenario", ""))]
     rows = bench_rows(rows)
     if not rows:
         return ""
@@ -84,13 +82,11 @@ def markdown(rows: Sequence[Row]) -> str:
     lines = [["workload", "first token", "later ones"], ["---"] * 3]
     lines += [[name, f"{ttft:,.0f} ms", f"{tpot:,.0f} ms"] for name, (ttft, tpot) in limits.items()]
     parts.append(_table("Limits of goodput", lines))
-    if firsts:
-        parts.append(_first_tokens(firsts))
     return "\n\n".join(parts) + "\n"
 
 
-def _first_tokens(rows: Sequence[Row]) -> str:
-    """Returns the table of times to the first token of short prompts, compared with BF16's."""
+def first_tokens(rows: Sequence[Row]) -> str:
+    """Returns the table of ``benchmarks/first_tokens.py``, with times relative to BF16's."""
     by = {row["method"]: row for row in rows}
     lines = [["prompts at once", *map(heading, methods_of(rows))], ["---"] * (1 + len(by))]
     for name in (name for name in rows[0] if name.startswith("ttft_")):

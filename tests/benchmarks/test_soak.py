@@ -101,6 +101,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
             out=tmp_path / "soak.json",
             minutes=0.03 if second else 0.05,
             limit=2.0,
+            alone=None,
             method="int4",
             layers=None,
             model="qwen3",

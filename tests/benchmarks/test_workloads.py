@@ -5,18 +5,15 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import threading
 import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
-import pynvml
 import pytest
 
-from benchmarks import prefill_graphs, record, workloads
+from benchmarks import record, workloads
 from benchmarks.bench_serving import servers, stock
-from benchmarks.bench_serving.clocks import Clocks
 from benchmarks.bench_serving.figure import plot
 from benchmarks.bench_serving.rows import measurements, scenario
 from benchmarks.bench_serving.sampler import Sampler, parse
@@ -256,18 +253,9 @@ def test_the_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyt
         and "bench 200, none: kept" in shown
         and "left, for the same command again: 1k of none" in shown
     )
-    for name, value in (("TOKENS", (64,)), ("AT_ONCE", (1, 2)), ("ROUNDS", 2), ("BEFORE", 1)):
-        monkeypatch.setattr(prefill_graphs, name, value)
-    run_script(f"{asked} --workloads 200,mix --minutes 9 --first-tokens --rehearse 5", monkeypatch)
+    run_script(f"{asked} --workloads 200,mix --minutes 9 --rehearse 5", monkeypatch)
     assert "none: rehearsed after" in capsys.readouterr().out
-    firsts, *rows = sorted(record.read_rows(out), key=lambda row: row["scenario"] != "first tokens, none")
-    assert 0 < firsts["ttft_64x1_ms"] < 5000 and firsts["unit"] == "ms"
-    low, high = firsts["quartiles_ms"]["ttft_64x1"]
-    assert low <= firsts["ttft_64x1_ms"] <= high
-    before, forward, after = firsts["stages_ms"]["ttft_64x1"]
-    assert 10 <= forward < 1000 and before > 0 and after > 0  # a token of this server takes 10 ms
-    assert before + forward + after == pytest.approx(firsts["ttft_64x1_ms"], rel=0.5)
-    found = {row["workload"]: row for row in rows}
+    found = {row["workload"]: row for row in record.read_rows(out)}
     assert list(found) == ["200", "mix"] and started == ["none", "none"]
     assert found["200"]["output_tokens"] == 72 and found["mix"]["output_tokens"] == 72 + 27 + 54
     assert found["mix"]["cache_tokens"] == 1000 and found["mix"]["allocated_bits"] == 16
@@ -276,38 +264,7 @@ def test_the_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyt
     assert "| 40 + 12 tokens, 4 clients |" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="FAILED: int4: --methods int4: the server's cache is none"):
         run_script(f"--cpu --tiny --layers 2 --out {out} --methods int4 --workloads 200", monkeypatch)
-    assert len(record.read_rows(out)) == 3
-
-
-def test_clocks_are_those_since_the_last_call(monkeypatch) -> None:
-    readings = iter([1980, 345, 1200, *[700] * 1000])
-    given = threading.Event()
-
-    def clock(gpu: str, kind: int) -> int:
-        assert (gpu, kind) == ("gpu 1", pynvml.NVML_CLOCK_SM)
-        reading = next(readings)
-        if reading == 700:
-            given.set()
-            clocks._stop.wait()
-        return reading
-
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,0")
-    monkeypatch.setattr(pynvml, "nvmlInit", lambda: None)
-    monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByIndex", lambda index: f"gpu {index}")
-    monkeypatch.setattr(pynvml, "nvmlDeviceGetClockInfo", clock)
-    with Clocks() as clocks:
-        assert given.wait(30)
-        assert clocks.take() == [345, 1200, 1980] and clocks.take() is None
-
-
-def test_there_is_no_clock_without_a_gpu(monkeypatch) -> None:
-    def missing() -> None:
-        raise pynvml.NVMLError_LibraryNotFound
-
-    monkeypatch.setattr(pynvml, "nvmlInit", missing)
-    with Clocks() as clocks:
-        clocks._thread.join(30)
-        assert clocks.take() is None
+    assert len(record.read_rows(out)) == 2
 
 
 class Idle:
@@ -354,21 +311,6 @@ def rows() -> list[dict]:
             }
         )
     return found
-
-
-def test_times_of_short_prompts_are_a_table_of_their_own() -> None:
-    firsts = [
-        {"scenario": "first tokens, oscar", "method": "oscar", "ttft_64x1_ms": 21.0, "ttft_1024x8_ms": 300.0},
-        {"scenario": "first tokens, none", "method": "none", "ttft_64x1_ms": 20.0, "ttft_1024x8_ms": 200.0},
-    ]
-    assert markdown(firsts) == ""  # needs workloads too
-    table = markdown([*firsts, *rows()]).rpartition("**Time to the first token of short prompts")[2]
-    assert table.splitlines()[2:] == [
-        "| prompts at once | BF16 | `oscar` |",
-        "| --- | --- | --- |",
-        "| 1 of 64 tokens | 20.0 | 21.0 (1.05x) |",
-        "| 8 of 1,024 tokens | 200.0 | 300.0 (1.50x) |",
-    ]
 
 
 def test_tables_and_figure(tmp_path: Path) -> None:

@@ -1,0 +1,140 @@
+"""Measures the time to the first token of short prompts on several servers, which take turns on one GPU.
+
+    python benchmarks/first_tokens.py --out benchmarks/results/first_tokens_h100.json
+    python benchmarks/first_tokens.py --methods none,oscar --eager --layers 12 --out FILE
+    python benchmarks/first_tokens.py --table --out FILE
+
+The servers run at the same time and differ only in their cache. ``--eager`` adds a server of each method that prefills
+without CUDA graphs. In a round each server gets new prompts while the others are idle, so a slow spell of the host
+meets all servers. The prefix caches are emptied now and then; the round after that does not count. Row ``first tokens,
+METHOD``:
+
+ttft_TxN_ms     of N prompts of T tokens that arrive at once: the median over rounds, of each round's slowest prompt
+quartiles_ms    first and third quartile of the same
+stages_ms       median ms until the prefill begins, until its result is ready, and until the first token is received
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks import record
+from benchmarks.bench_serving import servers
+from benchmarks.bench_serving.tables import first_tokens
+from benchmarks.capacity import MODEL, existing_folder, geometry_and_flags, name_of
+from benchmarks.serving import Client, Stream
+from sglang_kvq.errors import KVQuantError
+
+TOKENS, AT_ONCE = (64, 128, 256, 512, 1024), (1, 8)
+#: Rounds from one emptied cache to the next, of which the first does not count; blocks of such rounds that count, and
+#: blocks before them.
+ROUNDS, BLOCKS, BEFORE = 6, 8, 1
+#: Longest request, and the flags of all servers: several fit on one GPU.
+LONGEST = 2048
+SHARED = (
+    *("--mem-fraction-static", "0.9", "--max-total-tokens", str(ROUNDS * max(AT_ONCE) * max(TOKENS) + 8192)),
+    *("--max-running-requests", "16"),
+)
+EAGER = "--disable-prefill-cuda-graph"
+Row = dict[str, Any]
+
+
+def rounds(clients: Sequence[Client]) -> Iterator[tuple[str, list[list[Stream]]]]:
+    """Yields each ``ttft_TxN`` with, for each client, the slowest request of every round that counts."""
+    for tokens in TOKENS:
+        for count in AT_ONCE:
+            found: list[list[Stream]] = [[] for _ in clients]
+            for block in range(-BEFORE, BLOCKS):
+                for client in clients:
+                    client.server.drain()
+                for turn in range(ROUNDS):
+                    name = f"{tokens}x{count} {block * ROUNDS + turn}"
+                    for client, streams in zip(clients, found):
+                        prompts = [client.prompt(name, i, tokens) for i in range(count)]
+                        slowest = max(client.run(prompts, 1), key=lambda stream: stream.ttft)
+                        if block >= 0 and turn > 0:
+                            streams.append(slowest)
+            yield f"ttft_{tokens}x{count}", found
+
+
+def figures(named: dict[str, list[Stream]]) -> Row:
+    """Returns a row's figures from the streams of each ``ttft_TxN``."""
+    row: Row = {}
+    quartiles, stages = {}, {}
+    for name, streams in named.items():
+        low, median, high = statistics.quantiles([1e3 * stream.ttft for stream in streams], n=4)
+        row[f"{name}_ms"], quartiles[name] = round(median, 2), [round(low, 2), round(high, 2)]
+        parts = zip(*(stream.stages or () for stream in streams))
+        stages[name] = [round(1e3 * statistics.median(each), 2) for each in parts]
+    return {**row, "quartiles_ms": quartiles, "stages_ms": stages}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", required=True, type=Path, help="JSON file; it keeps its other rows")
+    parser.add_argument("--methods", default="none,oscar,transform:2.5", help="NAME[:BITS]; default %(default)s")
+    parser.add_argument("--eager", action="store_true", help="each method also without CUDA graphs for prefill")
+    parser.add_argument("--model", type=existing_folder, default=MODEL, help="a folder with a config.json")
+    parser.add_argument("--layers", type=int, help="use only the model's first N layers")
+    parser.add_argument("--cpu", action="store_true", help="servers on the CPU engine: only shows that this works")
+    parser.add_argument("--logs", type=Path, help="folder for logs; default a temporary one")
+    parser.add_argument("--table", action="store_true", help="only print the table of --out")
+    args = parser.parse_args()
+    if args.table:
+        print(first_tokens(record.read_rows(args.out)))
+        return
+    try:
+        specs = servers.specs_of(args.methods)
+    except KVQuantError as error:
+        parser.error(str(error))
+    graphs = servers.Setup(args.model, args.layers, SHARED, (), None, args.cpu)
+    eager = replace(graphs, shared=(*SHARED, EAGER))
+    jobs = [(spec, setup) for setup in ([graphs, eager] if args.eager else [graphs]) for spec in specs]
+    labels = [servers.label(spec, setup) + (f" {EAGER}" if setup is eager else "") for spec, setup in jobs]
+    layers = geometry_and_flags(args.model, args.layers)[0].layers
+    # The servers end with the threads that start them.
+    with tempfile.TemporaryDirectory() as temporary, ThreadPoolExecutor(len(jobs)) as pool, ExitStack() as stack:
+        folder = args.logs or Path(temporary)
+        tokenizer = graphs.tokenizer(folder)
+        made = [
+            servers.server(spec, setup, tokenizer, LONGEST, folder / str(number))
+            for number, (spec, setup) in enumerate(jobs)
+        ]
+        for server in made:
+            stack.callback(server.stop)
+        running = [job.result() for job in [pool.submit(server.start) for server in made]]
+        clients = [Client(server, graphs.config["vocab_size"], layers) for server in running]
+        facts = [servers.facts(server, spec) for server, (spec, _) in zip(running, jobs)]
+        print(f"{len(running)} servers: {', '.join(labels)}", flush=True)
+        streams: list[dict[str, list[Stream]]] = [{} for _ in jobs]
+        for name, found in rounds(clients):
+            for of_server, mine in zip(streams, found):
+                of_server[name] = mine
+            medians = [statistics.median(1e3 * stream.ttft for stream in mine) for mine in found]
+            print(f"{name:14}" + "".join(f"{ms:9.2f}" for ms in medians) + " ms", flush=True)
+    rows = [
+        {
+            "scenario": name_of(args.model, args.layers, f"first tokens, {label}"),
+            "unit": "ms",
+            "method": label,
+            **figures(named),
+            **fact,
+        }
+        for label, named, fact in zip(labels, streams, facts)
+    ]
+    record.merge(args.out, "first_tokens", rows, key="scenario")
+
+
+if __name__ == "__main__":
+    main()

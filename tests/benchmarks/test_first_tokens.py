@@ -1,0 +1,93 @@
+"""Times to the first token: servers take turns, rounds after an emptied cache do not count, and the table compares."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import first_tokens, record
+from benchmarks.bench_serving.tables import first_tokens as table
+from tests.benchmarks.test_workloads import Streaming
+
+ROUNDS = 3
+
+
+def test_the_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each server is measured in every round; the slower one has the larger times, divided into their stages."""
+    out, paces = tmp_path / "first_tokens_x.json", iter((0.01, 0.05))
+    monkeypatch.setattr(
+        first_tokens.servers, "server", lambda spec, setup, *rest: Streaming(rest[-1] / "log", next(paces))
+    )
+    for name, value in (("TOKENS", (64,)), ("AT_ONCE", (1, 2)), ("ROUNDS", ROUNDS), ("BLOCKS", 2)):
+        monkeypatch.setattr(first_tokens, name, value)
+    words = f"first_tokens --cpu --layers 2 --methods none --eager --out {out}"
+    monkeypatch.setattr(sys, "argv", words.split())
+    first_tokens.main()
+    assert "2 servers: none, none --disable-prefill-cuda-graph" in capsys.readouterr().out
+    fast, slow = record.read_rows(out)
+    assert [row["scenario"].rpartition("first tokens, ")[2] for row in (fast, slow)] == [
+        "none",
+        "none --disable-prefill-cuda-graph",
+    ]
+    for name in ("ttft_64x1", "ttft_64x2"):
+        assert 10 <= fast[f"{name}_ms"] < slow[f"{name}_ms"] < 5000
+        low, high = slow["quartiles_ms"][name]
+        assert low <= slow[f"{name}_ms"] <= high
+        before, forward, after = slow["stages_ms"][name]
+        assert forward >= 50 and before > 0 and after > 0  # a token of this server takes 50 ms
+        assert before + forward + after == pytest.approx(slow[f"{name}_ms"], rel=0.5)
+    monkeypatch.setattr(sys, "argv", ["first_tokens", "--table", "--out", str(out)])
+    first_tokens.main()
+    assert "| 2 of 64 tokens | " in capsys.readouterr().out
+
+
+class Recorded:
+    """A client whose answers carry a number: how many runs there were since its cache was emptied."""
+
+    def __init__(self) -> None:
+        self.server, self.since, self.prompts = self, 0, set()
+
+    def drain(self) -> None:
+        self.since = 0
+
+    def prompt(self, kind: str, index: int, tokens: int) -> tuple:
+        return kind, index, tokens
+
+    def run(self, prompts: list, tokens: int) -> list:
+        assert not self.prompts & set(prompts), "a prompt was sent before, so it is cached"
+        self.prompts |= set(prompts)
+        self.since += 1
+        return [Answer(self.since, index) for index in range(len(prompts))]
+
+
+class Answer:
+    def __init__(self, since: int, ttft: float) -> None:
+        self.since, self.ttft = since, ttft
+
+
+def test_rounds_after_an_emptied_cache_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(first_tokens, "ROUNDS", ROUNDS)
+    clients = [Recorded(), Recorded()]
+    found = dict(first_tokens.rounds(clients))
+    assert list(found)[:3] == ["ttft_64x1", "ttft_64x8", "ttft_128x1"] and len(found) == 10
+    for name, streams in found.items():
+        for mine in streams:
+            assert len(mine) == first_tokens.BLOCKS * (ROUNDS - 1)
+            assert {answer.since for answer in mine} == set(range(2, ROUNDS + 1))
+            slowest = int(name.rpartition("x")[2]) - 1
+            assert {answer.ttft for answer in mine} == {slowest}
+
+
+def test_the_table_compares_with_bf16() -> None:
+    rows = [
+        {"scenario": "first tokens, oscar", "method": "oscar", "ttft_64x1_ms": 21.0, "ttft_1024x8_ms": 300.0},
+        {"scenario": "first tokens, none", "method": "none", "ttft_64x1_ms": 20.0, "ttft_1024x8_ms": 200.0},
+    ]
+    assert table(rows).splitlines()[2:] == [
+        "| prompts at once | BF16 | `oscar` |",
+        "| --- | --- | --- |",
+        "| 1 of 64 tokens | 20.0 | 21.0 (1.05x) |",
+        "| 8 of 1,024 tokens | 200.0 | 300.0 (1.50x) |",
+    ]
