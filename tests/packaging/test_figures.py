@@ -104,6 +104,35 @@ def test_speculation(cells: list[str]) -> None:
     assert all(agrees(cell, row[field]) for cell, field in zip(cells[1:], ("none", "oscar", "ratio"), strict=True))
 
 
+def shown(title: str, workload: str, method: str, field: str = "output_tokens_per_s") -> float:
+    """Returns a figure of a workload on an H100, after checking that a table calls the workload by its title."""
+    row = by("serving_all_h100", "scenario")[f"bench {workload}, {method}"]
+    assert not title or row["title"] == title
+    return float(row[field])
+
+
+@pytest.mark.parametrize(
+    ("cells", "workload"),
+    zip(tables(PERFORMANCE, "## Workloads\n"), ("200", "1k", "8k", "48k", "chats", "mix"), strict=True),
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_workloads(cells: list[str], workload: str) -> None:
+    title, none, *others = cells
+    plain = shown(title, workload, "none")
+    assert agrees(none, plain)
+    for method, ours, ratio in zip(("oscar", "transform:2.5"), others[::2], others[1::2], strict=True):
+        assert agrees(ours, shown(title, workload, method)), cells
+        assert agrees(ratio, shown(title, workload, method) / plain), cells
+
+
+def test_workloads_in_the_readme() -> None:
+    rates = (("1k", "output_tokens_per_s"), ("8k", "output_tokens_per_s"), ("chats", "output_tokens_per_s"))
+    found = tables(README)[5:9]
+    for (_, none, ours, ratio), (workload, field) in zip(found, (*rates, ("chats", "ttft_p50_ms")), strict=True):
+        plain, quantized = (shown("", workload, method, field) for method in ("none", "oscar"))
+        assert agrees(none, plain) and agrees(ours, quantized) and agrees(ratio, quantized / plain), workload
+
+
 def test_contexts_at_once() -> None:
     row = by("serving_h200", "scenario")["output_96x64k (62 contexts)"]
     fits = (row["none_fits"], row["oscar_fits"], row["oscar_resident"])
