@@ -76,9 +76,13 @@ class Environment:
         call([self.python, "-m", "pip", "install", "--no-compile", "--disable-pip-version-check", *words], self.log)
 
     def compile_modules(self) -> None:
-        """Compiles what a server imports."""
-        words = [self.python, "-c", f"import {SERVER}"]
-        call(words, self.log, {**compiling_environment(), "SGLANG_USE_CPU_ENGINE": "1"})
+        """Compiles what a server imports, once."""
+        if self.stamp("compiled"):
+            return
+        with step("compiled modules of a server"):
+            words = [self.python, "-c", f"import {SERVER}"]
+            call(words, self.log, {**compiling_environment(), "SGLANG_USE_CPU_ENGINE": "1"})
+        self.set_stamp("compiled", "yes")
 
 
 def install_torch(env: Environment, index: str | None) -> None:
@@ -133,8 +137,6 @@ def make(env: Environment, version: str, index: str | None) -> None:
         add_standins(env)
     with step(f"SGLang {version}"):
         env.pip("--no-deps", f"sglang=={version}")
-    with step("compiled modules of a server"):
-        env.compile_modules()
     env.set_stamp("recipe", recipe())
     env.set_stamp("sglang", version)
 
@@ -149,8 +151,11 @@ def install_plugin(env: Environment) -> None:
     env.set_stamp("plugin", state)
 
 
-def ensure(folder: Path, version: str, index: str | None = None) -> Path:
+def ensure(folder: Path, version: str, index: str | None = None, compiles: bool = True) -> Path:
     """Makes what is missing and returns the environment's Python.
+
+    Args:
+        compiles: compile what a server imports; otherwise the first server does.
 
     Raises:
         StepFailed: a command failed; the message has the end of its output.
@@ -159,6 +164,8 @@ def ensure(folder: Path, version: str, index: str | None = None) -> Path:
     if env.stamp("recipe") != recipe() or env.stamp("sglang") != version:
         make(env, version, index)
     install_plugin(env)
+    if compiles:
+        env.compile_modules()
     return env.python
 
 

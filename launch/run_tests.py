@@ -235,18 +235,20 @@ class Runner:
             self.found.read(report, job.title)
 
 
-def prepare(version: str) -> Path:
-    """Prepares a release's environment and returns its Python."""
+def prepare(version: str, compiles: bool = True) -> Path:
+    """Prepares a release's environment and returns its Python; ``compiles`` as in ``cpu_env.ensure``."""
     print(f"environment with SGLang {version}", flush=True)
-    return cpu_env.ensure(ROOT / ".venvs" / f"sglang-{version}", version)
+    return cpu_env.ensure(ROOT / ".venvs" / f"sglang-{version}", version, compiles=compiles)
 
 
 def prepare_others(versions: Iterable[str], python: Path) -> None:
-    """Prepares the model that servers and tests of rotations load, then these releases' environments.
+    """Prepares what a server of the newest release imports, the model of servers and tests, and other environments.
 
     Args:
+        versions: releases of the other environments.
         python: Python of an environment whose packages can convert the model.
     """
+    cpu_env.Environment(ROOT / ".venvs" / f"sglang-{NEWEST}").compile_modules()
     if not (MODEL / "config.json").exists():
         print("the small model that tests load", flush=True)
         call([python, ROOT / "launch" / "model.py"], ROOT / ".models" / "fetch.log")
@@ -260,7 +262,7 @@ def execute(jobs: Sequence[Job], folder: Path) -> Found:
     Raises:
         StepFailed: something could not be prepared.
     """
-    python = prepare(NEWEST)
+    python = prepare(NEWEST, compiles=False)
     pool = ThreadPoolExecutor(1)
     try:
         others = [job.version for job in jobs if job.version != NEWEST]
