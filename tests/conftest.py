@@ -1,5 +1,6 @@
 """Options and fixtures that all tests share."""
 
+import gc
 import importlib
 import importlib.util
 import os
@@ -10,6 +11,9 @@ import torch
 
 import benchmarks  # noqa: F401  (a GPU host's checkout is not installed)
 from tests import nightly, pairs
+
+# Importing SGLang makes a million objects, which Python would visit after every few hundred new ones.
+gc.set_threshold(50_000)
 
 if not torch.cuda.is_available() and importlib.util.find_spec("triton"):
     # Triton decides at its first import, by any library, whether its own functions are made for the interpreter.

@@ -7,6 +7,7 @@ PYTHONPATH. ``test_newcomer.py`` starts its servers as users do.
 from __future__ import annotations
 
 import array
+import gc
 import json
 import os
 import socket
@@ -138,6 +139,7 @@ def _serve(request: dict) -> None:
     from sglang.srt import environ
     from sglang.srt.managers import scheduler
 
+    gc.enable()
     ctypes.CDLL(None).prctl(1, 9)  # the server dies with the preloading process
     os.setsid()
     log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -183,6 +185,7 @@ def _main(channel: socket.socket, model: str) -> None:
 
     import setproctitle
 
+    gc.disable()  # collections would visit the million objects of SGLang's modules again and again
     setproctitle.setproctitle("tests.e2e.preloaded")  # works only before a child has other variables
     names = ("entrypoints.http_server", "managers.scheduler", "managers.detokenizer_manager")
     for name in (*names, *(f"models.{model}" for model in MODEL_MODULES)):
@@ -190,6 +193,7 @@ def _main(channel: socket.socket, model: str) -> None:
     products.install()
     if Path(model, "tokenizer.json").exists():
         _keep_tokenizer(model)
+    gc.freeze()
     multiprocessing.context.SpawnProcess._Popen = staticmethod(multiprocessing.popen_fork.Popen)
     wake, waker = os.pipe()
     os.set_blocking(waker, False)
@@ -210,7 +214,7 @@ def _main(channel: socket.socket, model: str) -> None:
         if channel in ready:
             head, fds, _, _ = socket.recv_fds(channel, 4, 1)
             if not head:
-                break
+                os._exit(0)  # Python would first free what it imported, for seconds
             request = json.loads(channel.recv(int.from_bytes(head, "big"), socket.MSG_WAITALL))
             own = socket.socket(fileno=fds[0])
             pid = os.fork()

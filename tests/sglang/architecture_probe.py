@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import gc
 import json
 import logging
 import os
@@ -196,6 +197,7 @@ def ask(config: Config) -> Said:
 
 
 def main() -> None:
+    gc.disable()  # collections would visit the million objects of SGLang's modules again and again
     logging.disable(logging.CRITICAL)
     shown = os.fdopen(os.dup(1), "w")
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
