@@ -59,7 +59,7 @@ def test_ranks_of_a_trained_model(model):
 
     network, tokenizer = load_model(str(model), device="cpu")
     network.requires_grad_(False)
-    ids = tokenize(tokenizer, "\n\n".join(topics[name] for name in sorted(topics)), embedding_rows(network))[:576]
+    ids = tokenize(tokenizer, "\n\n".join(topics[name] for name in sorted(topics)), embedding_rows(network))[:448]
     rotations = load_rotations(find_rotations(str(model), network.config), layers=30, kv_heads=3, head_dim=64)
     quantizer = LayerQuantizer(rotations, 64, 256)
     found = fisher_sums(network, ids, 30, quantizer, first=320, draws=2, seed=0)

@@ -35,7 +35,7 @@ def test_kl_of_oscar_hadamard_and_int2(model):
     from pydoc_data.topics import topics  # English text that every Python has and no calibration here has seen
 
     network, tokenizer = load_model(str(model), device="cpu")
-    ids = tokenize(tokenizer, "\n\n".join(topics[name] for name in sorted(topics)), embedding_rows(network))[:704]
+    ids = tokenize(tokenizer, "\n\n".join(topics[name] for name in sorted(topics)), embedding_rows(network))[:576]
     geometry = dict(layers=30, kv_heads=3, head_dim=64)
     oscar = load_rotations(find_rotations(str(model), network.config), **geometry)
     candidates = [candidate_of(name, oscar, network.config) for name in ("int2", "hadamard", "oscar")]
