@@ -173,19 +173,19 @@ def test_prefixes_dequantized_first(heads, slab_tokens, dtype):
     assert len(ops._extend_plans.slabs) == (1 if slab_tokens == 32768 else 11)
 
 
-def compare(heads: Heads, bound: float, dtype: torch.dtype = torch.float32, **more) -> TritonOps:
+def compare(heads: Heads, bound: float, dtype: torch.dtype, **more) -> TritonOps:
     scene = prefix_scene(heads, LENS)
     return check_extend(scene, LENS, bound, layers=[0], sinks=draw(heads.q, dtype), short=None, **more)
 
 
-@each(capacity=[64, 192, 32768], heads=[GPT_OSS, HEADS[1]])
-def test_through_flashinfer(heads, capacity, monkeypatch):
+@each(capacity=[64, 192, 32768], heads=[GPT_OSS, HEADS[1]], dtype=[torch.float32, torch.bfloat16])
+def test_through_flashinfer(heads, capacity, dtype, monkeypatch):
     """Some calls are the only ones for their queries, others share them; on a CPU a stand-in replaces FlashInfer."""
     library = pytest.importorskip("flashinfer") if ON_GPU else STANDIN
     monkeypatch.setattr(ragged, "LEAST_TOKENS", 0)
     monkeypatch.setattr(ragged, "LEAST_PER_REQUEST", 0)
     prefill = RaggedPrefill(library, heads.q, heads.kv, heads.head_dim, torch.device(DEVICE), capacity)
-    ops = compare(heads, TWO_SOFTMAXES + ROUNDING * 12**0.5, prefill=prefill)
+    ops = compare(heads, TWO_SOFTMAXES + ROUNDING * 12**0.5, dtype, prefill=prefill)
     calls = [planned.call for planned in ops._extend_plans.calls]
     assert any(call.alone for call in calls) and (capacity > 192) == all(call.alone for call in calls)
 

@@ -27,7 +27,7 @@ def use_blocks(monkeypatch: pytest.MonkeyPatch, elements: int, pages: int) -> No
     monkeypatch.setattr(events, "_BLOCK", pages)
 
 
-@each(seed=few(range(3), 2), drafts=[1, 5])
+@each(seed=range(3), drafts=[1, 5])
 def test_random_schedules(seed, drafts, monkeypatch):
     use_blocks(monkeypatch, 32, 4)
     rng = random.Random(seed)
