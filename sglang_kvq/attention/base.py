@@ -229,8 +229,8 @@ class AttentionOps(ABC):
         """Attends causally with new tokens to the stored prefix and to themselves.
 
         q BF16 ``[T, q_heads, D]``, k and v BF16 ``[T, kv_heads, D]``: the batch's activations, which
-        need not be stored yet. In a batch without a stored prefix they may all be unrotated; then so is the result, and
-        nothing that is stored may be read. Returns BF16 ``[T, q_heads, D]``, in ``out`` if that is given; ``out`` must be
+        need not be stored yet. In a batch without a stored prefix all may be unrotated, and then the result is; so
+        nothing that is stored may be read there. Returns BF16 ``[T, q_heads, D]``, in ``out`` if that is given; ``out`` must be
         contiguous. sinks: see ``decode``.
         """
 

@@ -219,8 +219,8 @@ class KVQuantBackend(AttentionBackend):
     ) -> torch.Tensor:
         """Attends with the tokens of ``batch``, and stores them; returns the result, BF16 like q, in ``out`` if given.
 
-        Without a stored prefix nothing in the rotated basis is read, so attention takes what the model gives. A prompt's
-        rounding therefore depends on whether another request of its batch reads stored tokens.
+        Without a stored prefix nothing in the rotated basis is read, so attention takes what the model gives. The
+        rounding of a prompt therefore depends on whether another request of its batch reads stored tokens.
         """
         batch, ops = self.batch, self.ops
         if self.fresh:
