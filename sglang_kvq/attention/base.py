@@ -230,8 +230,8 @@ class AttentionOps(ABC):
 
         q BF16 ``[T, q_heads, D]``, k and v BF16 ``[T, kv_heads, D]``: the batch's activations, which
         need not be stored yet. In a batch without a stored prefix all may be unrotated, and then the result is; so
-        nothing that is stored may be read there. Returns BF16 ``[T, q_heads, D]``, in ``out`` if that is given; ``out`` must be
-        contiguous. sinks: see ``decode``.
+        nothing that is stored may be read there. Returns BF16 ``[T, q_heads, D]``, in ``out`` if that is given;
+        ``out`` must be contiguous. sinks: see ``decode``.
         """
 
     @abstractmethod

@@ -334,6 +334,10 @@ _SCHEDULER: tuple[Hook, ...] = (
     call("mem_cache.allocator.paged.PagedTokenToKVPoolAllocator.load_cpu_copy("
          "kv_cache_cpu, indices, mamba_indices, req_pool_index)",
          "retraction on a decode server", only=TRANSFERS),
+    around("managers.schedule_policy.PrefillAdder._update_prefill_budget",
+         "memory.batch_tokens:around_charge", "a prefill batch counts tokens, not whole pages", only=NEW_TREE),
+    call("managers.schedule_policy.PrefillAdder.ceil_paged_tokens(tokens)", "what a batch counts for a prompt",
+         only=NEW_TREE),
     # Selected pages
     around("managers.schedule_batch.Req.init_next_round_input(tree_cache, cow_mamba)",
          "prefix.selection:around_next_round", "brings the pages that a request begins with"),
