@@ -199,6 +199,31 @@ def test_what_is_admitted_fits(server, seed):
     assert some.tree.evicted > 5
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_batches_of_short_prompts_find_bf16_pages(server, seed):
+    """A batch has as many tokens as its limit, so it may fill more pages; memory is full in the end."""
+    rng = random.Random(seed)
+    some, most = server(150, 120), 0
+    while True:
+        budget, batch = some.budget(), []
+        while some.free_rows[len(batch) :]:
+            tokens = rng.choice((rng.randint(1, 20), rng.randint(P + 1, P + 20)))
+            if sum(batch) + tokens > BATCH or not some.admits(budget, tokens, P):
+                break
+            batch.append(tokens)
+        if not batch:
+            break
+        most = max(most, sum(-(-tokens // P) for tokens in batch))
+        given = some.prefill(batch)
+        for row, locations in given:
+            some.table[row, : len(locations)] = locations.int()
+        rows, lens = torch.tensor([row for row, _ in given]), torch.tensor(batch)
+        some.tiers.plan_extend(rows, torch.zeros_like(lens), lens, 0, rows[:0])
+        assert int(some.tiers.errors) == 0, "a page to be written got no BF16 page"
+        some.check()
+    assert most > BATCH // P and some.allocator.running > 10
+
+
 def test_cached_prefixes_give_way_to_whole_windows(server):
     full = server(400, 40)
     (row, locations), *_ = full.prefill([360 * P])
