@@ -40,11 +40,11 @@ def check_device(device: str) -> None:
     if count == 0:
         why = "is a CPU build" if torch.version.cuda is None else "sees no GPU"
         raise KVQuantError(
-            f"--device {device}: PyTorch {torch.__version__} {why}; pass --device cpu, or see `kvq doctor`."
+            f"--device {device}: PyTorch {torch.__version__} {why}. Pass --device cpu, or see `kvq doctor`."
         )
     if int(match[1] or 0) >= count:
         raise KVQuantError(
-            f"--device {device}: this machine's GPUs are cuda:0 to cuda:{count - 1}; choose one of them."
+            f"--device {device}: this machine's GPUs are cuda:0 to cuda:{count - 1}. Choose one of them."
         )
 
 
@@ -55,7 +55,7 @@ def check_dtype(dtype: str) -> None:
         KVQuantError: the message names torch's name for the value, or all valid names.
     """
     if dtype in SHORT_DTYPES:
-        raise KVQuantError(f"--dtype {dtype}: unknown name; pass --dtype {SHORT_DTYPES[dtype]}.")
+        raise KVQuantError(f"--dtype {dtype}: unknown name. Pass --dtype {SHORT_DTYPES[dtype]}.")
     if dtype and dtype not in DTYPES:
         raise unknown("--dtype", dtype, DTYPES)
 
@@ -68,7 +68,7 @@ def check_least(flag: str, value: float, least: float, most: float = float("inf"
     """
     if not (isfinite(value) and least <= value <= most):
         limit = f" and at most {most:g}" if isfinite(most) else ""
-        raise KVQuantError(f"{flag} {value}: must be a number of at least {least:g}{limit}; change it or leave it out.")
+        raise KVQuantError(f"{flag} {value}: must be a number of at least {least:g}{limit}. Change it or leave it out.")
 
 
 def check_new(flag: str, path: Path, *, folder: bool = False) -> None:
@@ -85,5 +85,5 @@ def check_new(flag: str, path: Path, *, folder: bool = False) -> None:
             pass
     except OSError as error:
         raise KVQuantError(
-            f"{flag} {path}: cannot be written ({error.strerror}: {where}); choose another {flag}."
+            f"{flag} {path}: cannot be written ({error.strerror}: {where}). Choose another {flag}."
         ) from error

@@ -262,7 +262,7 @@ def inspect(
     measured = None
     if model:
         if not text:
-            raise KVQuantError(f"--model {model}: needs a text to measure errors on; pass --text FILE.")
+            raise KVQuantError(f"--model {model}: needs a text to measure errors on. Pass --text FILE.")
         with Phases(console) as phases:
             measured = measure(
                 model,
@@ -338,7 +338,7 @@ def doctor(
         for flag, value in {**given, "--trust-remote-code": trust_remote_code or None}.items():
             if value is not None:
                 named = flag if value is True else f"{flag} {value}"
-                raise KVQuantError(f"{named}: needs --model; add --model MODEL, or leave it out.")
+                raise KVQuantError(f"{named}: needs --model. Add --model MODEL, or leave it out.")
         raise typer.Exit(report(as_json=as_json))
     from sglang_kvq.sglang.doctor import model as doctor_model
 
@@ -393,7 +393,7 @@ def _engine(name: str, tp: int, arguments: list[str], **model: Any) -> Callable[
         if tp != 1 or arguments:
             given = [f"--tp {tp}"] if tp != 1 else [f"--engine-arg {argument}" for argument in arguments]
             raise KVQuantError(
-                f"{given[0]}: --tp and --engine-arg belong to --engine sglang; add it, or use --device auto."
+                f"{given[0]}: --tp and --engine-arg belong to --engine sglang. Add it, or use --device auto."
             )
         return None
     keywords: dict[str, Any] = {key: value for key, value in model.items() if value} | {"tp_size": tp}
@@ -424,7 +424,7 @@ def _run(words: Sequence[str]) -> int:
     except OSError as error:
         if error.filename is None:  # not an error about a file
             raise
-        status, problem = 1, f"{error.filename}: {error.strerror}; check the path and its permissions."
+        status, problem = 1, f"{error.filename}: {error.strerror}. Check the path and its permissions."
     except Exception as error:  # errors of click, or of typer's copy of click, which have no common base class
         if not hasattr(error, "format_message"):
             raise
@@ -444,7 +444,7 @@ def _described(error: Any, words: Sequence[str]) -> str:
     if value is not None and message.startswith("Invalid value for"):
         message = f"{names[-1]} {value}: {' '.join(str(error.message).split())}"
     context = getattr(error, "ctx", None)
-    return f"{message.rstrip('.')}; see `{context.command_path if context else 'kvq'} --help`."
+    return f"{message.rstrip('.')}. See `{context.command_path if context else 'kvq'} --help`."
 
 
 def _value_of(names: Sequence[str], words: Sequence[str]) -> str | None:

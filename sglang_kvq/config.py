@@ -79,43 +79,43 @@ class KVQuantConfig:
             if tokens < least or tokens % PAGE_SIZE:
                 raise KVQuantError(
                     f"{flag} {tokens}: must be a multiple of the page size {PAGE_SIZE}, at least "
-                    f"{least}; the nearest valid value is {max(least, round(tokens / PAGE_SIZE) * PAGE_SIZE)}."
+                    f"{least}. The nearest valid value is {max(least, round(tokens / PAGE_SIZE) * PAGE_SIZE)}."
                 )
         if self.recent_min is not None and not (
             0 <= self.recent_min <= self.recent_tokens and self.recent_min % PAGE_SIZE == 0
         ):
             raise KVQuantError(
                 f"--kv-quant-recent-min {self.recent_min}: must be a multiple of the page size {PAGE_SIZE}, from 0 to "
-                f"--kv-quant-recent {self.recent_tokens}; leave it out to keep them all."
+                f"--kv-quant-recent {self.recent_tokens}. Leave it out to keep them all."
             )
         if self.group_size is not None and self.group_size not in (32, 64, 96, 128):
             raise KVQuantError(
                 f"--kv-quant-group-size {self.group_size}: must be 32, 64, 96 or 128 and divide the "
-                "model's head_dim; leave it out for min(head_dim, 128)."
+                "model's head_dim. Leave it out for min(head_dim, 128)."
             )
         if self.group_size is not None and self.group_size not in method.group_sizes:
             sizes = " or ".join(map(str, method.group_sizes))
             raise KVQuantError(
                 f"--kv-quant-group-size {self.group_size}: --kv-quant {self.method} has "
-                + (f"{sizes}; change it or leave it out." if sizes else "one scale per token row; leave it out.")
+                + (f"{sizes}. Change it or leave it out." if sizes else "one scale per token row. Leave it out.")
             )
         for axis, clip, code in (("k", self.clip_k, method.k), ("v", self.clip_v, method.v)):
             if clip is not None and (method.planes or not code.clips):
                 does = (
                     "already clips rows where that lowers the error" if method.planes else "does not clip these codes"
                 )
-                raise KVQuantError(f"--kv-quant-clip-{axis} {clip}: --kv-quant {self.method} {does}; leave it out.")
+                raise KVQuantError(f"--kv-quant-clip-{axis} {clip}: --kv-quant {self.method} {does}. Leave it out.")
         if self.seed is not None:
             if method.rotation is not RotationKind.RANDOM:
                 raise KVQuantError(
-                    f"--kv-quant-seed {self.seed}: --kv-quant {self.method} draws no random rotations; leave it out."
+                    f"--kv-quant-seed {self.seed}: --kv-quant {self.method} draws no random rotations. Leave it out."
                 )
             if not 0 <= self.seed < 2**63:
                 raise KVQuantError(f"--kv-quant-seed {self.seed}: must be at least 0 and below 2^63.")
         for flag, clip in (("--kv-quant-clip-k", self.clip_k), ("--kv-quant-clip-v", self.clip_v)):
             if clip is not None and not 0.5 <= clip <= 1.0:
                 raise KVQuantError(
-                    f"{flag} {clip}: must be between 0.5 and 1 (1 clips nothing); typical values are 0.88 to 0.98."
+                    f"{flag} {clip}: must be between 0.5 and 1 (1 clips nothing). Typical values are 0.88 to 0.98."
                 )
         if self.episodic is not None:
             self.episodic.check_windows(self.sink_tokens, self.recent_tokens)

@@ -18,8 +18,8 @@ def unknown(flag: str, value: str, choices: Iterable[str]) -> KVQuantError:
     """Builds the error for a value outside ``choices``; the message lists the choices and the closest match."""
     known = list(choices)
     near = get_close_matches(value, known, 1)
-    meant = f" did you mean {near[0]}?" if near else ""
-    return KVQuantError(f"{flag} {value}: unknown;{meant} choose one of {', '.join(known)}.")
+    meant = f" Did you mean {near[0]}?" if near else ""
+    return KVQuantError(f"{flag} {value}: unknown.{meant} Choose one of {', '.join(known)}.")
 
 
 def typed(field: str, value: object) -> str:

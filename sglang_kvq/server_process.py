@@ -50,7 +50,7 @@ def free_port() -> int:
         if port not in _ports and _is_free(port):
             _ports.add(port)
             return port
-    raise ServerFailed(f"no free port from {PORTS.start} to {PORTS.stop - 1}; stop what listens there.", "")
+    raise ServerFailed(f"no free port from {PORTS.start} to {PORTS.stop - 1}. Stop what listens there.", "")
 
 
 def _is_free(port: int) -> bool:

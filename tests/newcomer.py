@@ -141,7 +141,7 @@ class Node:
             Failed: something else listens there; the server ended, or was not ready in time.
         """
         if _healthy():
-            raise Failed(f"{URL} answers before README's server was started; stop what listens there.")
+            raise Failed(f"{URL} answers before README's server was started. Stop what listens there.")
         log = self.folder / "server.log"
         with log.open("wb") as output:
             process = subprocess.Popen(

@@ -196,7 +196,7 @@ RIGHT = {
 FREE = {"--base-model", "--revision", "--name", "--label"}
 
 #: Texts of which the message must show one, for values that it may not show as given.
-SHOWN = {HUGE: (HUGE, "e+30"), "kll,gsm8k": ("kll: unknown; did you mean kl?",)}
+SHOWN = {HUGE: (HUGE, "e+30"), "kll,gsm8k": ("kll: unknown. Did you mean kl?",)}
 
 CASES = [
     (command, option, value, each.more)
@@ -287,7 +287,7 @@ def test_wrong_value_is_one_line(command, option, value, more, places, monkeypat
     [
         (["calibrat"], "calibrate"),
         (["calibrate", "--tokenz", "3"], "--tokens"),
-        (["doctor", "--model", "m", "--method", "oskar"], "did you mean oscar?"),
+        (["doctor", "--model", "m", "--method", "oskar"], "Did you mean oscar?"),
         (["doctor", "--tp"], "--tp"),
         (["calibrate"], "model"),
         (["eval"], "--out"),
@@ -329,5 +329,5 @@ def test_device_among_the_gpus_of_this_machine(monkeypatch):
 
 @pytest.mark.parametrize(("name", "meant"), arguments.SHORT_DTYPES.items())
 def test_short_name_of_a_dtype(name, meant):
-    with pytest.raises(KVQuantError, match=f"--dtype {name}: unknown name; pass --dtype {meant}"):
+    with pytest.raises(KVQuantError, match=f"--dtype {name}: unknown name. Pass --dtype {meant}"):
         arguments.check_dtype(name)

@@ -20,13 +20,13 @@ def test_every_method_declares_itself(name):
 @pytest.mark.parametrize(
     "fields,message",
     [
-        ({"method": "oskar"}, "--kv-quant oskar: unknown method; choose one of none, oscar"),
+        ({"method": "oskar"}, "--kv-quant oskar: unknown method. Choose one of none, oscar"),
         ({"sink_tokens": 65}, "--kv-quant-sink 65: must be a multiple of the page size 64.*nearest valid value is 64"),
         ({"sink_tokens": -64}, "--kv-quant-sink -64"),
         ({"recent_tokens": 100}, "--kv-quant-recent 100: .*nearest valid value is 128"),
         ({"recent_tokens": 0}, "--kv-quant-recent 0: .*at least 64"),
         ({"recent_min": 100}, "--kv-quant-recent-min 100: .*multiple of the page size 64, from 0 to .* 256"),
-        ({"recent_min": 320}, "--kv-quant-recent-min 320: .*from 0 to --kv-quant-recent 256; leave it out"),
+        ({"recent_min": 320}, "--kv-quant-recent-min 320: .*from 0 to --kv-quant-recent 256. Leave it out"),
         ({"recent_min": -64}, "--kv-quant-recent-min -64: "),
         ({"group_size": 48}, "--kv-quant-group-size 48: must be 32, 64, 96 or 128"),
         ({"clip_k": 1.5}, "--kv-quant-clip-k 1.5"),

@@ -50,7 +50,7 @@ def check_count(count: int, recent_tokens: int) -> None:
     if not 1 <= count <= most:
         raise KVQuantError(
             f"--speculative-num-draft-tokens {count}: a request may have 1 to {most} drafts at once, because they "
-            f"must fit its {recent_tokens} recent tokens; lower it or raise --kv-quant-recent."
+            f"must fit its {recent_tokens} recent tokens. Lower it or raise --kv-quant-recent."
         )
 
 

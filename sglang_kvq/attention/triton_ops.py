@@ -421,6 +421,6 @@ def _check_formats(pool: PagePool) -> None:
         if format.v.axis == "channel" or (format.k.axis == "channel" and format.run < 16):
             raise KVQuantError(
                 f"layer {layer}: keys in {format.k.describe()} with runs of {format.run} tokens, values in "
-                f"{format.v.describe()}: the GPU kernels scale only keys per channel, over 16 tokens or more; use 16, "
+                f"{format.v.describe()}: the GPU kernels scale only keys per channel, over 16 tokens or more. Use 16, "
                 "32 or 64, or a CPU."
             )

@@ -36,8 +36,8 @@ def check_moves(method: str, formats: Sequence[RecordFormat]) -> None:
             others = ", ".join(name for name in METHOD_NAMES if get_method(name).moves_tokens)
             raise KVQuantError(
                 f"--kv-quant {method}: keys in {format.k.describe()}, values in {format.v.describe()} (layer {layer}): "
-                "tokens of a page share stored data, so chosen tokens cannot be moved to other pages; "
-                f"choose one of {others}."
+                "tokens of a page share stored data, so chosen tokens cannot be moved to other pages. "
+                f"Choose one of {others}."
             )
 
 
@@ -55,7 +55,7 @@ def check_fold(pool: PagePool, source_pages: torch.Tensor, target_pages: torch.T
             raise KVQuantError(f"{name}: {pages.dtype} {list(pages.shape)}; must be int64 [n], one page at least.")
     if len(target_pages) > len(source_pages):
         raise KVQuantError(
-            f"{len(target_pages)} target pages for the tokens of {len(source_pages)}: no token is kept twice; name at "
+            f"{len(target_pages)} target pages for the tokens of {len(source_pages)}: no token is kept twice. Name at "
             "most as many."
         )
     want = (pool.layers, pool.kv_heads, PAGE_SIZE * len(target_pages))

@@ -96,7 +96,7 @@ class HostLayout:
         """
         if not 0 <= layer < len(self.row_bytes):
             layers = len(self.row_bytes)
-            raise KVQuantError(f"layer {layer}: the pool has {layers} layers; choose 0 to {layers - 1}.")
+            raise KVQuantError(f"layer {layer}: the pool has {layers} layers. Choose 0 to {layers - 1}.")
         if not self._check(pool, pages, host, host_pages):
             return
         if self._kernel is not None and _is_mapped(host, pool.device):
@@ -126,7 +126,7 @@ class HostLayout:
         """Makes ``pool`` the pool to copy from and to."""
         if (given := _row_bytes(pool)) != self.row_bytes:
             raise KVQuantError(
-                f"pool: its layers have {list(given)} bytes per page, not {list(self.row_bytes)}; make a HostLayout "
+                f"pool: its layers have {list(given)} bytes per page, not {list(self.row_bytes)}. Make a HostLayout "
                 "for this pool."
             )
         self._pool = pool

@@ -249,7 +249,7 @@ def launch_of(options: SimpleNamespace, flags: list[str]) -> Launch:
         try:
             shlex.split(given)
         except ValueError as error:
-            raise KVQuantError(f"{flag} {given}: {error}; close every quote.") from None
+            raise KVQuantError(f"{flag} {given}: {error}. Close every quote.") from None
     return Launch(
         str(Path(options.model).resolve()) if Path(options.model).is_dir() else options.model,
         options.server_command,

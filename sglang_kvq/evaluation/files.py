@@ -22,9 +22,9 @@ def read(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text())
     except (OSError, ValueError) as error:
-        raise KVQuantError(f"{path}: not a readable JSON file ({error}); delete it or repair it.") from error
+        raise KVQuantError(f"{path}: not a readable JSON file ({error}). Delete it or repair it.") from error
     if not isinstance(value, dict):
-        raise KVQuantError(f"{path}: not a JSON object; delete it or repair it.")
+        raise KVQuantError(f"{path}: not a JSON object. Delete it or repair it.")
     return value
 
 

@@ -116,7 +116,7 @@ def parse(text: str) -> MethodSpec:
     except ValueError as error:
         raise KVQuantError(f"--methods {text!r}: {error}.") from error
     if not words:
-        raise KVQuantError("--methods: an empty name; separate methods by single commas.")
+        raise KVQuantError("--methods: an empty name. Separate methods by single commas.")
     first, has_chunk, chunk = words[0].partition("#")
     head, at, rotations = first.partition("@")
     method, _, bits = head.partition(":")
@@ -125,7 +125,7 @@ def parse(text: str) -> MethodSpec:
     if method == "fp8" and bits not in FP8:
         raise KVQuantError(f"--methods {text!r}: choose fp8:e4m3, which is the default of fp8, or fp8:e5m2.")
     if method == REFERENCE and (bits or rotations):
-        raise KVQuantError(f"--methods {text!r}: none takes no bits and no rotations; leave them out.")
+        raise KVQuantError(f"--methods {text!r}: none takes no bits and no rotations. Leave them out.")
     if at:
         folder = Path(rotations).expanduser()
         if folder.exists():
@@ -135,7 +135,7 @@ def parse(text: str) -> MethodSpec:
     label = f"{head}@{Path(rotations).name}" if rotations else head
     spec = MethodSpec(" ".join([label, *map(_plain, words[1:])]), method, bits, rotations, tuple(words[1:]))
     if has_chunk and any(word.startswith(CHUNK_FLAG) for word in words[1:]):
-        raise KVQuantError(f"--methods {text!r}: gives its chunk size twice; leave {CHUNK_FLAG} out.")
+        raise KVQuantError(f"--methods {text!r}: gives its chunk size twice. Leave {CHUNK_FLAG} out.")
     return in_chunks(spec, chunk_size(chunk)) if has_chunk else spec
 
 
@@ -190,7 +190,7 @@ def parse_list(text: str, chunks: Sequence[int | None] = (CHUNK,)) -> list[Metho
     labels = [spec.label for spec in specs]
     for label in labels:
         if labels.count(label) > 1:
-            raise KVQuantError(f"--methods: {label!r} twice; give it once, or rotation folders of different names.")
+            raise KVQuantError(f"--methods: {label!r} twice. Give it once, or rotation folders of different names.")
     return specs
 
 

@@ -44,7 +44,7 @@ class Store:
         if self.overwrite:
             return False
         raise KVQuantError(
-            f"{path.relative_to(self.folder)} was measured with other settings ({differences(stored, identity)}); give "
+            f"{path.relative_to(self.folder)} was measured with other settings ({differences(stored, identity)}). Give "
             "--overwrite to measure it again, or another --out."
         )
 

@@ -50,14 +50,14 @@ class CodeFormat:
         ):
             if value not in known:
                 choices = ", ".join(map(str, known))
-                raise KVQuantError(f"code format: {name}={value!r} does not exist; choose one of {choices}.")
+                raise KVQuantError(f"code format: {name}={value!r} does not exist. Choose one of {choices}.")
         if not 0.5 <= self.gain <= 2 or (self.gain != 1 and self.statistic == "minmax"):
             raise KVQuantError(f"code format: gain={self.gain!r}: must be 0.5 to 2, and 1 for statistic 'minmax'.")
         if self.axis == "channel" and self.statistic == "norm":
-            raise KVQuantError("code format: statistic 'norm' scales a token's whole row; use axis='token'.")
+            raise KVQuantError("code format: statistic 'norm' scales a token's whole row. Use axis='token'.")
         if self.axis == "channel" and self.centred:
             raise KVQuantError(
-                "code format: centred=True: codes per channel already store an offset; use axis='token'."
+                "code format: centred=True: codes per channel already store an offset. Use axis='token'."
             )
 
     @property

@@ -47,7 +47,7 @@ def mixed_formats(
         raise KVQuantError(
             f"--kv-quant-bits auto:{target:g}: these layers allocate {least * 8 / elements:g} bits per element with "
             f"all codes at {NARROW} bits and {most * 8 / elements:g} with all at {WIDE} (scales included, "
-            f"head_dim {formats[0].head_dim}); choose a target between them."
+            f"head_dim {formats[0].head_dim}). Choose a target between them."
         )
     rises = {part: _rises(sensitivity, part, layers, source) for part in ("k", "v")}
 
@@ -89,7 +89,7 @@ def _rises(sensitivity: Sensitivity, part: str, layers: int, source: str) -> dic
         if values is None or len(values) != layers or not all(map(math.isfinite, values)):
             raise KVQuantError(
                 f"{source}: its sensitivities of {part} at {bits} bits are not one finite number for each of {layers} "
-                "layers; recreate the rotations with `kvq calibrate`."
+                "layers. Recreate the rotations with `kvq calibrate`."
             )
         rises[bits] = values
     return rises

@@ -75,28 +75,28 @@ class PageFormat:
     def __post_init__(self) -> None:
         if self.head_dim not in HEAD_DIMS:
             raise KVQuantError(
-                f"head_dim {self.head_dim} is not supported by --kv-quant; supported: {', '.join(map(str, HEAD_DIMS))}."
+                f"head_dim {self.head_dim} is not supported by --kv-quant. Supported: {', '.join(map(str, HEAD_DIMS))}."
             )
         if self.head_dim % self.group_size:
             raise KVQuantError(
-                f"--kv-quant-group-size {self.group_size} does not divide this model's head_dim {self.head_dim}; "
-                "leave it out for min(head_dim, 128)."
+                f"--kv-quant-group-size {self.group_size} does not divide this model's head_dim {self.head_dim}. "
+                "Leave it out for min(head_dim, 128)."
             )
         if PAGE_SIZE % self.run:
             raise KVQuantError(
-                f"runs of {self.run} tokens per scale: they must divide the page of {PAGE_SIZE}; use "
+                f"runs of {self.run} tokens per scale: they must divide the page of {PAGE_SIZE}. Use "
                 f"{PAGE_SIZE // 2} or {PAGE_SIZE}."
             )
         for flag, clip, code in (("k", self.clip_k, self.k), ("v", self.clip_v, self.v)):
             if clip != 1.0 and not code.clips:
                 raise KVQuantError(
-                    f"--kv-quant-clip-{flag} {clip}: codes per channel, centred or scaled by a norm are not clipped; "
-                    "leave it out."
+                    f"--kv-quant-clip-{flag} {clip}: codes per channel, centred or scaled by a norm are not clipped. "
+                    "Leave it out."
                 )
         if self.v.centred:
             raise KVQuantError(
                 f"values in {self.v.describe()}: only keys can be centred, because the query is multiplied by their "
-                "mean once per page; use centred=False."
+                "mean once per page. Use centred=False."
             )
 
     #: False: scales adapt to the stored data. By measurement, quantizing a first token costs no accuracy.
@@ -226,7 +226,7 @@ class PageFormat:
         if not self.per_token:
             raise KVQuantError(
                 f"keys in {self.k.describe()}, values in {self.v.describe()}: tokens of a page share stored "
-                "data, so none can move to another page; use codes per token that are not centred."
+                "data, so none can move to another page. Use codes per token that are not centred."
             )
 
     def _quantize(

@@ -279,7 +279,7 @@ class PlaneFormat:
     def __post_init__(self) -> None:
         if self.head_dim not in HEAD_DIMS:
             raise KVQuantError(
-                f"head_dim {self.head_dim} is not supported by --kv-quant; supported: {', '.join(map(str, HEAD_DIMS))}."
+                f"head_dim {self.head_dim} is not supported by --kv-quant. Supported: {', '.join(map(str, HEAD_DIMS))}."
             )
 
     @property

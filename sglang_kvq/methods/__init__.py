@@ -21,6 +21,6 @@ def get_method(name: str) -> Method:
         KVQuantError: there is no such method.
     """
     if name not in METHOD_NAMES:
-        raise KVQuantError(f"--kv-quant {name}: unknown method; choose one of none, {', '.join(METHOD_NAMES)}.")
+        raise KVQuantError(f"--kv-quant {name}: unknown method. Choose one of none, {', '.join(METHOD_NAMES)}.")
     method: Method = import_module(f"sglang_kvq.methods.{name.replace('-', '_')}").METHOD
     return method

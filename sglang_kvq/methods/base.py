@@ -88,7 +88,7 @@ class Method:
             if number is None or text.startswith(_AUTO) or not low <= number <= high:
                 raise KVQuantError(
                     f"--kv-quant-bits {text}: --kv-quant {self.name} allocates any number of bits per element from "
-                    f"{low:g} to {high:g}, gains included; give one, or leave the flag out for {self.widths[0]:g}."
+                    f"{low:g} to {high:g}, gains included. Give one, or leave the flag out for {self.widths[0]:g}."
                 )
             return Width(number)
         if self.mixed and text.startswith(_AUTO) and number is not None:
@@ -96,10 +96,10 @@ class Method:
         if number not in self.widths or text.startswith(_AUTO):
             known = [f"{w:g}" for w in sorted(self.widths)]
             if len(known) > 1 or self.mixed:
-                fix = f"choose {', '.join(known)}" + (" or auto:TARGET, such as auto:2.75" if self.mixed else "")
+                fix = f". Choose {', '.join(known)}" + (" or auto:TARGET, such as auto:2.75" if self.mixed else "")
             else:
-                fix = f"it has {known[0]} bits only; leave the flag out"
-            raise KVQuantError(f"--kv-quant-bits {text}: not a width of --kv-quant {self.name}; {fix}.")
+                fix = f"; it has {known[0]} bits only. Leave the flag out"
+            raise KVQuantError(f"--kv-quant-bits {text}: not a width of --kv-quant {self.name}{fix}.")
         return Width(number)
 
     def codes(self, bits: float) -> tuple[CodeFormat, CodeFormat]:

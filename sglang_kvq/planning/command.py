@@ -49,7 +49,7 @@ def plan(
     if (context is None) != (concurrency is None):
         named = f"--context {context}" if concurrency is None else f"--concurrency {concurrency}"
         missing = "--concurrency" if concurrency is None else "--context"
-        raise KVQuantError(f"{named}: a load needs both; add {missing}.")
+        raise KVQuantError(f"{named}: a load needs both. Add {missing}.")
     tokens = None if context is None else parse_tokens("--context", context)
     if concurrency is not None and concurrency < 1:
         raise KVQuantError(f"--concurrency {concurrency}: must be at least 1.")
@@ -60,7 +60,7 @@ def plan(
     doctor_model.check_served(read, request.config, tp)
     if tokens is not None and tokens > read.context_len:
         raise KVQuantError(
-            f"--context {context}: {model} supports at most {read.context_len:,} tokens; choose "
+            f"--context {context}: {model} supports at most {read.context_len:,} tokens. Choose "
             f"{read.context_len:,} or less."
         )
     if weights is None:
@@ -165,7 +165,7 @@ def _advice(planner: Planner, best: Row | None, flags: list[str]) -> Iterator[st
     yield "step: a decode step takes longer than reading weights and cache once, at the data sheet's bandwidth."
     name = f"{wish.concurrency} requests of {short(wish.context)} tokens"
     if best is None:
-        yield f"No method serves {name}; add GPUs (--count), or lower --context or --concurrency."
+        yield f"No method serves {name}. Add GPUs (--count), or lower --context or --concurrency."
         return
     budget = "" if best.budget is None else f", --kv-quant-bf16-budget {best.budget:g}"
     yield f"Most bits that serve {name}: {best.name} at {best.bits:.2f}{budget}:"

@@ -70,7 +70,7 @@ class Place:
         if left <= 0:
             raise KVQuantError(
                 f"--gpu {self.gpu.name}: {self.fraction:g} of its {self.gpu.memory / GIB:.1f} GiB leave no "
-                f"memory for the cache after {mine / GIB:.1f} GiB of weights per GPU; raise --tp, or choose a larger "
+                f"memory for the cache after {mine / GIB:.1f} GiB of weights per GPU. Raise --tp, or choose a larger "
                 "GPU."
             )
         return left

@@ -88,8 +88,8 @@ def _on_hub(path: str) -> Iterator[tuple[str, str, Sequence[int]]]:
         found = get_safetensors_metadata(path)
     except Exception as error:  # errors of the HTTP library that huggingface_hub uses
         raise KVQuantError(
-            f"{path}: cannot read the size of its weights from the hub ({type(error).__name__}: {first_line(error)}); "
-            "pass --weights GIB."
+            f"{path}: cannot read the size of its weights from the hub ({type(error).__name__}: {first_line(error)}). "
+            "Pass --weights GIB."
         ) from None
     for file in found.files_metadata.values():
         for name, tensor in file.tensors.items():
@@ -106,7 +106,7 @@ def _in_files(files: Sequence[Path]) -> Iterator[tuple[str, str, Sequence[int]]]
                     tensor = file.get_slice(name)
                     yield name, tensor.get_dtype(), tensor.get_shape()
         except SafetensorError as error:
-            raise KVQuantError(f"{path}: damaged ({first_line(error)}); download it again.") from None
+            raise KVQuantError(f"{path}: damaged ({first_line(error)}). Download it again.") from None
 
 
 def _by_config(path: str, hf_config: Any, trust_remote_code: bool) -> Iterator[tuple[str, str, Sequence[int]]]:
@@ -116,7 +116,7 @@ def _by_config(path: str, hf_config: Any, trust_remote_code: bool) -> Iterator[t
 
     if getattr(hf_config, "quantization_config", None):
         raise KVQuantError(
-            f"{path}: the folder has no weights, and its config says they are quantized; pass --weights GIB."
+            f"{path}: the folder has no weights, and its config says they are quantized. Pass --weights GIB."
         )
     try:
         with torch.device("meta"):
@@ -126,7 +126,7 @@ def _by_config(path: str, hf_config: Any, trust_remote_code: bool) -> Iterator[t
     except Exception as error:  # transformers may raise anything for a class that it lacks
         raise KVQuantError(
             f"{path}: the folder has no weights, and transformers cannot build the model from its config "
-            f"({first_line(error)}); pass --weights GIB."
+            f"({first_line(error)}). Pass --weights GIB."
         ) from None
     for name, tensor in model.named_parameters():  # names shared parameters once
         yield name, "BF16", tuple(tensor.shape)

@@ -125,19 +125,19 @@ class Rotations:
         if len(layers) and not (min(layers) >= 0 and max(layers) < self.k.shape[0]):
             raise KVQuantError(
                 f"rotations {self.meta.source}: they have {self.k.shape[0]} layers, this worker serves "
-                f"layers {layers.start} to {layers.stop - 1}; pass rotations of this model to --kv-quant-rotations."
+                f"layers {layers.start} to {layers.stop - 1}. Pass rotations of this model to --kv-quant-rotations."
             )
         if not 0 <= head_start < head_start + head_count <= kv_heads_total:
             raise KVQuantError(
-                f"KV heads {head_start} to {head_start + head_count - 1} do not exist in a model of {kv_heads_total}; "
-                "choose a tensor-parallel size that divides the KV heads, or a multiple of them."
+                f"KV heads {head_start} to {head_start + head_count - 1} do not exist in a model of {kv_heads_total}. "
+                "Choose a tensor-parallel size that divides the KV heads, or a multiple of them."
             )
 
         def local(name: str, r: torch.Tensor) -> torch.Tensor:
             if r.shape[1] not in (1, kv_heads_total):
                 raise KVQuantError(
-                    f"rotations {self.meta.source}: {name} has {r.shape[1]} heads, the model has {kv_heads_total}; "
-                    "pass rotations of this model to --kv-quant-rotations."
+                    f"rotations {self.meta.source}: {name} has {r.shape[1]} heads, the model has {kv_heads_total}. "
+                    "Pass rotations of this model to --kv-quant-rotations."
                 )
             r = r[list(layers)]
             shared = r.shape[1] == 1
@@ -175,40 +175,47 @@ def check_rotations(rotations: Rotations, *, layers: int, kv_heads: int, head_di
     where = rotations.meta.source or "rotations"
     given = {name: x for name in ("k", "v", *_LIKE) if (x := getattr(rotations, name)) is not None}
     transform = any(name in given for name in TRANSFORM_TENSORS)
-    fix = f"recreate the folder with `kvq calibrate{' MODEL --composition transform' * transform}`."
+    fix = f"the folder with `kvq calibrate{' MODEL --composition transform' * transform}`."
     for name in ("k", "v"):
         r = given[name]
         if r.dim() != 4 or r.shape[2] != r.shape[3]:
             raise KVQuantError(
-                f"{where}: tensor {name} has shape {list(r.shape)}, expected [layers, heads, head_dim, head_dim]; {fix}"
+                f"{where}: tensor {name} has shape {list(r.shape)}, expected [layers, heads, head_dim, head_dim]. "
+                f"Recreate {fix}"
             )
         if r.shape[0] != layers or r.shape[1] not in (1, kv_heads) or r.shape[2] != head_dim:
             raise KVQuantError(
                 f"{where}: {name} is for {r.shape[0]} layers, {r.shape[1]} KV heads (1 means shared), head_dim "
                 f"{r.shape[2]}; the model has {layers} layers, {kv_heads} KV heads, head_dim {head_dim}. They belong "
-                "to another model: pass this one's with --kv-quant-rotations, make them with `kvq calibrate`, or use "
+                "to another model. Pass this one's with --kv-quant-rotations, make them with `kvq calibrate`, or use "
                 "--kv-quant hadamard, which needs none."
             )
     needed = ("q", *TRANSFORM_TENSORS)
     missing = [name for name in needed if name not in given]
     if transform and missing:
-        raise KVQuantError(f"{where}: transform coding needs {', '.join(needed)}; {missing[0]} is missing; {fix}")
+        raise KVQuantError(
+            f"{where}: transform coding needs {', '.join(needed)}; {missing[0]} is missing. Recreate {fix}"
+        )
     for name, x in given.items():
         shape = list(given[_LIKE.get(name, name)].shape)[: 4 if name in ("k", "v", "q", "o") else 3]
         if list(x.shape) != shape:
             raise KVQuantError(
-                f"{where}: {name} has shape {list(x.shape)}, expected {shape}, as {_LIKE[name]} has; {fix}"
+                f"{where}: {name} has shape {list(x.shape)}, expected {shape}, as {_LIKE[name]} has. Recreate {fix}"
             )
         _refuse_head(
-            where, name, ~torch.isfinite(x).flatten(2).all(-1), f"holds NaN or infinity; fetch it again or {fix}"
+            where,
+            name,
+            ~torch.isfinite(x).flatten(2).all(-1),
+            f"holds NaN or infinity. Fetch it again or recreate {fix}",
         )
     for name in ("k_energies", "v_energies"):
         if transform:
             wrong = (given[name] <= 0).any(-1) | (given[name].diff(dim=-1) > 0).any(-1)
-            _refuse_head(where, name, wrong, f"are not positive and descending, which planes require; {fix}")
+            _refuse_head(where, name, wrong, f"are not positive and descending, which planes require. Recreate {fix}")
     if transform and rotations.meta.importance is None:
         raise KVQuantError(
-            f"{where}: its config.json has no field importance, which is needed to divide bits among layers; {fix}"
+            f"{where}: its config.json has no field importance, which is needed to divide bits among layers. "
+            f"Recreate {fix}"
         )
     for name, reader in (("k", "q"), ("v", "o")):
         product = given.get(reader, given[name]).double() @ given[name].double().mT
@@ -221,7 +228,7 @@ def check_rotations(rotations: Rotations, *, layers: int, kv_heads: int, head_di
             name,
             error > ORTHOGONALITY_TOLERANCE,
             f"is not {what} = {error.max():.2g}, allowed {ORTHOGONALITY_TOLERANCE:g}); attention would change. The "
-            f"file is damaged or not a rotation: {fix}",
+            f"file is damaged or not a rotation. Recreate {fix}",
         )
     _check_meta(rotations.meta, layers=layers)
 
@@ -236,7 +243,7 @@ def _refuse_head(where: str, name: str, wrong: torch.Tensor, problem: str) -> No
 def _check_meta(meta: RotationMeta, *, layers: int) -> None:
     """Refuses measurements without one value for each layer, and clip quantiles and importances out of range."""
     where, (low, high) = meta.source or "rotations", CLIP_RANGE
-    fix = f"recreate the folder with `kvq calibrate{' MODEL --composition transform' * (meta.importance is not None)}`."
+    fix = f"the folder with `kvq calibrate{' MODEL --composition transform' * (meta.importance is not None)}`."
     lists: dict[str, Any] = {
         name: clip for name in ("clip_k", "clip_v") if isinstance(clip := getattr(meta, name), tuple)
     }
@@ -246,7 +253,9 @@ def _check_meta(meta: RotationMeta, *, layers: int) -> None:
         lists |= {f"sensitivity[{part!r}][{bits!r}]": values for bits, values in table.items()}
     for name, values in lists.items():
         if len(values) != layers:
-            raise KVQuantError(f"{where}: {name} has {len(values)} values, the rotations have {layers} layers; {fix}")
+            raise KVQuantError(
+                f"{where}: {name} has {len(values)} values, the rotations have {layers} layers. Recreate {fix}"
+            )
     for name in ("clip_k", "clip_v"):
         clip = getattr(meta, name)
         for layer, value in enumerate(clip if isinstance(clip, tuple) else () if clip is None else (clip,)):
@@ -254,8 +263,10 @@ def _check_meta(meta: RotationMeta, *, layers: int) -> None:
                 of_layer = f" of layer {layer}" if isinstance(clip, tuple) else ""
                 raise KVQuantError(
                     f"{where}: {name}{of_layer} is {value!r}; it must be a number from {low:g} to {high:g} (1 clips "
-                    f"nothing). Correct config.json, or {fix}"
+                    f"nothing). Correct config.json, or recreate {fix}"
                 )
     for part in ("k", "v"):
         if meta.importance is not None and not all(0 < x < inf for x in meta.importance.get(part, [0.0])):
-            raise KVQuantError(f"{where}: importance[{part!r}] must be a list of positive finite numbers; {fix}")
+            raise KVQuantError(
+                f"{where}: importance[{part!r}] must be a list of positive finite numbers. Recreate {fix}"
+            )

@@ -36,8 +36,8 @@ def resolve_rotations(config: KVQuantConfig, model_path: str, hf_config: Any) ->
     layers, kv_heads, head_dim = geometry_of(hf_config)
     if method.rotation is not RotationKind.LEARNED and config.rotations is not None:
         raise KVQuantError(
-            f"--kv-quant-rotations {config.rotations}: --kv-quant {method.name} uses no rotation files; "
-            "leave the flag out, or use --kv-quant oscar."
+            f"--kv-quant-rotations {config.rotations}: --kv-quant {method.name} uses no rotation files. "
+            "Leave the flag out, or use --kv-quant oscar."
         )
     if method.rotation is RotationKind.NONE:
         return None
@@ -107,7 +107,7 @@ def resolve_formats(config: KVQuantConfig, rotations: Rotations | None, hf_confi
     if method.planes:
         if rotations is None:
             raise KVQuantError(
-                f"--kv-quant {method.name}: its pages depend on the rotations; give some with --kv-quant-rotations."
+                f"--kv-quant {method.name}: its pages depend on the rotations. Give some with --kv-quant-rotations."
             )
         check_kind(config, rotations)
         return plane_formats(rotations, width.bits)
@@ -122,7 +122,7 @@ def resolve_formats(config: KVQuantConfig, rotations: Rotations | None, hf_confi
     source = meta.source or "these rotations"
     if not meta.sensitivity:
         raise KVQuantError(
-            f"--kv-quant-bits {config.bits}: {source} hold no layer sensitivities to choose widths by; calibrate them "
+            f"--kv-quant-bits {config.bits}: {source} hold no layer sensitivities to choose widths by. Calibrate them "
             "with `kvq calibrate`, or give a number of bits."
         )
     return mixed_formats(formats, meta.sensitivity, width.target, source)

@@ -66,7 +66,7 @@ class EpisodicConfig:
             raise KVQuantError(f"--episodic-policy {self.policy}: choose off or {' or '.join(POLICIES)}.")
         if self.episodes is not None and self.policy != EPICACHE:
             raise KVQuantError(
-                f"--episodic-episodes {self.episodes}: --episodic-policy {self.policy} has no episodes; leave it out."
+                f"--episodic-episodes {self.episodes}: --episodic-policy {self.policy} has no episodes. Leave it out."
             )
         if self.episodes is not None and self.episodes < 1:
             raise KVQuantError(f"--episodic-episodes {self.episodes}: give 1 or more.")
@@ -74,8 +74,8 @@ class EpisodicConfig:
             if tokens < PAGE_SIZE or tokens % PAGE_SIZE:
                 nearest = max(PAGE_SIZE, round(tokens / PAGE_SIZE) * PAGE_SIZE)
                 raise KVQuantError(
-                    f"--episodic-{flag} {tokens}: must be a multiple of the page size {PAGE_SIZE}, at least one page; "
-                    f"the nearest valid value is {nearest}."
+                    f"--episodic-{flag} {tokens}: must be a multiple of the page size {PAGE_SIZE}, at least one page. "
+                    f"The nearest valid value is {nearest}."
                 )
         if not self.embedder:
             raise KVQuantError(
@@ -100,11 +100,11 @@ class EpisodicConfig:
                 continue
             if not _HEADER_NAME.fullmatch(name):
                 raise KVQuantError(
-                    f"--episodic-{flag}-header {name!r}: not the name of a header; give one like {example}."
+                    f"--episodic-{flag}-header {name!r}: not the name of a header. Give one like {example}."
                 )
             if name.lower() in taken:
                 raise KVQuantError(
-                    f"--episodic-{flag}-header {name}: this header already has another use; give another header."
+                    f"--episodic-{flag}-header {name}: this header already has another use. Give another header."
                 )
             taken.add(name.lower())
 
@@ -120,20 +120,20 @@ class EpisodicConfig:
         if self.policy == EPICACHE:
             if self.budget <= (pinned := max(sink_tokens, PAGE_SIZE)):
                 raise KVQuantError(
-                    f"--episodic-budget {self.budget}: the sinks ({pinned}), which every episode keeps, leave nothing; "
-                    f"give {pinned + PAGE_SIZE} or more."
+                    f"--episodic-budget {self.budget}: the sinks ({pinned}), which every episode keeps, leave nothing. "
+                    f"Give {pinned + PAGE_SIZE} or more."
                 )
             return
         always = max(sink_tokens, PAGE_SIZE) + recent_tokens
         if self.segment > recent_tokens + PAGE_SIZE:
             raise KVQuantError(
-                f"--episodic-segment {self.segment}: a question could not find the last, unfinished segment; give at "
+                f"--episodic-segment {self.segment}: a question could not find the last, unfinished segment. Give at "
                 f"most {recent_tokens + PAGE_SIZE} with --kv-quant-recent {recent_tokens}."
             )
         if self.budget < (least := always + self.segment + self.block):
             raise KVQuantError(
                 f"--episodic-budget {self.budget}: sinks and recent tokens ({always}), a segment ({self.segment}) and "
-                f"--episodic-block ({self.block}) need {least}; raise the budget or lower the block."
+                f"--episodic-block ({self.block}) need {least}. Raise the budget or lower the block."
             )
 
     def check_cache(self, tokens: int) -> None:
@@ -149,8 +149,8 @@ class EpisodicConfig:
         more = self.block + (PROMPT_TOKENS if self.policy == EPICACHE else 0) + 2 * PAGE_SIZE
         if tokens < (least := 2 * self.budget + more):
             fits = (tokens - more) // 2 // PAGE_SIZE * PAGE_SIZE
-            lower = f"lower the budget to {fits} or less, or " if fits >= PAGE_SIZE else ""
+            fix = f"Lower the budget to {fits} or less, or raise" if fits >= PAGE_SIZE else "Raise"
             raise KVQuantError(
                 f"--episodic-budget {self.budget}: conversations beyond it take a cache of {least} tokens or more, and "
-                f"this one holds {tokens}; {lower}raise --mem-fraction-static or --max-total-tokens."
+                f"this one holds {tokens}. {fix} --mem-fraction-static or --max-total-tokens."
             )

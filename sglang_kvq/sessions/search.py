@@ -167,7 +167,7 @@ def choose_pages(
     always = {*range(min(sink_pages, count)), *range(max(count - recent_pages, 0), count)}
     if budget < min(sink_pages + recent_pages, count):
         raise KVQuantError(
-            f"{budget} pages: sinks ({sink_pages}) and recent pages ({recent_pages}) alone need more; raise the budget."
+            f"{budget} pages: sinks ({sink_pages}) and recent pages ({recent_pages}) alone need more. Raise the budget."
         )
     if budget >= count:
         return np.arange(count)

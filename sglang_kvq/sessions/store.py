@@ -143,7 +143,7 @@ class SessionStore:
             self._make_room(session.tenant, None)
         elif not _is_busy(session):
             logger.warning(
-                "kv-quant: session %r is forgotten: it takes %.1f MiB of the %.1f MiB that one tenant may hold; raise "
+                "kv-quant: session %r is forgotten: it takes %.1f MiB of the %.1f MiB that one tenant may hold. Raise "
                 "--episodic-state-memory or --episodic-tenant-share.",
                 session.id,
                 size / MIB,

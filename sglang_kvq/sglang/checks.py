@@ -45,7 +45,7 @@ class Refused:
     allowed: tuple[object, ...] = (None, False, "")
 
 
-_SPEC = f"this way of drafting is not supported yet; supported are {', '.join(SERVED)}"
+_SPEC = f"this way of drafting is not supported yet. Supported are {', '.join(SERVED)}"
 _HOST = "pages are moved by SGLang as plain BF16 rows, which the 2-bit cache does not have"
 _SPLIT = "this way of splitting the cache over workers is not supported yet"
 _SHARED = "the value rotation is folded into this server's weights, so they cannot be shared or arrive later"
@@ -55,9 +55,9 @@ _ONE = (None, 1)
 #: Refused settings, sorted by subject. LoRA is allowed: with it, the value rotation is applied at run time.
 REFUSED: tuple[Refused, ...] = (
     Refused("speculative_algorithm", _SPEC, (None, *SERVED)),
-    Refused("speculative_eagle_topk", "drafts that branch are supported with NGRAM only; use 1, for a chain", _ONE),
+    Refused("speculative_eagle_topk", "drafts that branch are supported with NGRAM only. Use 1, for a chain", _ONE),
     Refused("speculative_adaptive", "a changing number of drafts is not supported yet"),
-    Refused("speculative_draft_kv_cache_dtype", "its memory use is not known; use auto", tuple(DRAFT_DTYPES)),
+    Refused("speculative_draft_kv_cache_dtype", "its memory use is not known. Use auto", tuple(DRAFT_DTYPES)),
     Refused("enable_multi_layer_eagle", _SPEC),
     Refused("decoupled_spec_role", _SPEC, (None, "null")),
     Refused("enable_lmcache", _HOST),
@@ -91,7 +91,7 @@ REFUSED: tuple[Refused, ...] = (
     Refused("kv_canary_real_data", "a page's bytes change when it is quantized", (None, "none")),
     Refused(
         "kv_cache_dtype",
-        "--kv-quant decides how the cache is kept; leave it at auto",
+        "--kv-quant decides how the cache is kept. Leave it at auto",
         (None, "auto", "bf16", "bfloat16"),
     ),
     Refused("weight_cache_mode", _SHARED, (None, "off")),
@@ -135,9 +135,9 @@ def device_of(values: Mapping[str, Any]) -> str:
 
     device = str(values.get("device") or get_device()).split(":")[0]
     if device not in ("cpu", "cuda"):
-        raise KVQuantError(f"--device {device}: --kv-quant runs on cuda, and on cpu for tests; leave out --kv-quant.")
+        raise KVQuantError(f"--device {device}: --kv-quant runs on cuda, and on cpu for tests. Leave out --kv-quant.")
     if device == "cuda" and torch.version.hip:  # on ROCm SGLang's models write the cache themselves
-        raise KVQuantError("ROCm: --kv-quant runs on NVIDIA GPUs, and on cpu for tests; leave out --kv-quant.")
+        raise KVQuantError("ROCm: --kv-quant runs on NVIDIA GPUs, and on cpu for tests. Leave out --kv-quant.")
     return device
 
 
@@ -153,28 +153,28 @@ def check_flags(values: Mapping[str, Any], device: str) -> None:
         if r.field in values and values[r.field] not in r.allowed
     ]
     if values.get("page_size") not in (None, PAGE_SIZE):
-        found.append(f"--page-size {values['page_size']}: pages hold {PAGE_SIZE} tokens; use {PAGE_SIZE}.")
+        found.append(f"--page-size {values['page_size']}: pages hold {PAGE_SIZE} tokens. Use {PAGE_SIZE}.")
     ours = compat.attention_backend(device)
     for field in ("attention_backend", "prefill_attention_backend", "decode_attention_backend"):
         if values.get(field) not in (None, ours):
             flag = "--" + field.replace("_", "-")
-            found.append(f"{flag} {values[field]}: --kv-quant uses its own attention backend; leave the flag out.")
+            found.append(f"{flag} {values[field]}: --kv-quant uses its own attention backend. Leave the flag out.")
     graphs = str(values.get("cuda_graph_backend_prefill") or "disabled").rpartition(".")[2].lower()
     if graphs not in (served := compat.prefill_graphs(device)):
         found.append(
             f"--cuda-graph-backend-prefill {values['cuda_graph_backend_prefill']}: with this SGLang and device it may "
-            f"be {' or '.join(served)}; leave the flag out."
+            f"be {' or '.join(served)}. Leave the flag out."
         )
     chunk = values.get("chunked_prefill_size") or -1
     if chunk > 0 and chunk % PAGE_SIZE:
         found.append(f"--chunked-prefill-size {chunk}: must be a multiple of {PAGE_SIZE}.")
     breadth = values.get("speculative_ngram_max_bfs_breadth")
     if values.get("speculative_algorithm") == BRANCHING and breadth not in _ONE:
-        found.append(f"--speculative-ngram-max-bfs-breadth {breadth}: wider trees are not supported; set it to 1.")
+        found.append(f"--speculative-ngram-max-bfs-breadth {breadth}: wider trees are not supported. Set it to 1.")
     for name, why, versions in REFUSED_ENVIRONMENT:
         on = os.environ.get(name, "").lower() not in ("", "0", "false", "no", "off")
         if on and compat.applies(versions, compat.sglang_version()):
-            found.append(f"{name}={os.environ[name]}: {why}; unset it.")
+            found.append(f"{name}={os.environ[name]}: {why}. Unset it.")
     for others in (hicache_checks, transfers, stages):
         found += others.refused_flags(values)
     _raise(found)
@@ -250,7 +250,7 @@ def check_resolved(server_args: ServerArgs, config: KVQuantConfig) -> None:
     hicache_checks.check_resolved(server_args, config, model)
     if model.is_hybrid_swa and (canary := compat.resolved(server_args, "kv_canary", "none")) not in (None, "none"):
         raise KVQuantError(
-            f"--kv-canary {canary}: the canary does not support a model with sliding windows and --kv-quant; leave the "
+            f"--kv-canary {canary}: the canary does not support a model with sliding windows and --kv-quant. Leave the "
             "flag out."
         )
     check_mixed(server_args, model)
@@ -332,8 +332,8 @@ def check_model(model: ModelConfig, config: KVQuantConfig) -> None:
     what = next(_unsupported(model), None)
     if what is not None:
         raise KVQuantError(
-            f"{model.model_path} ({', '.join(names)}) has {what}, which --kv-quant does not support; "
-            "serve it without --kv-quant."
+            f"{model.model_path} ({', '.join(names)}) has {what}, which --kv-quant does not support. "
+            "Serve it without --kv-quant."
         )
     if model.dtype != torch.bfloat16:
         raise KVQuantError(
@@ -341,8 +341,8 @@ def check_model(model: ModelConfig, config: KVQuantConfig) -> None:
         )
     if config.group_size is not None and model.head_dim % config.group_size:
         raise KVQuantError(
-            f"--kv-quant-group-size {config.group_size}: must divide the model's head_dim {model.head_dim}; "
-            "leave the flag out."
+            f"--kv-quant-group-size {config.group_size}: must divide the model's head_dim {model.head_dim}. "
+            "Leave the flag out."
         )
 
 
@@ -425,7 +425,7 @@ def check_division(model: ModelConfig, workers: int) -> None:
     if (what := _indivisible(model, workers)) is not None:
         fitting = [n for n in range(1, model.num_attention_heads + 1) if _indivisible(model, n) is None]
         raise KVQuantError(
-            f"--tp {workers}: {model.model_path} has {what}, which {workers} GPUs cannot share; use "
+            f"--tp {workers}: {model.model_path} has {what}, which {workers} GPUs cannot share. Use "
             f"{', '.join(map(str, fitting))}."
         )
 
@@ -483,7 +483,7 @@ def after_configure(result: Any, configurator: Configurator, *args: Any, **kwarg
         if not type(built).__module__.startswith("sglang_kvq."):
             raise SystemExit(
                 f"--kv-quant {config.method}: SGLang built a {type(built).__name__} as KV cache {use} for this model, "
-                "so its cache would not be quantized; serve it without --kv-quant."
+                "so its cache would not be quantized. Serve it without --kv-quant."
             )
 
 

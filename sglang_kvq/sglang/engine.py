@@ -32,7 +32,7 @@ def server_args_from_kwargs(original: type, **kwargs: Any) -> ServerArgs:
         return original(**kwargs)
     for name, header in headers.items():
         if header is not None:
-            raise KVQuantError(f"{name} {header}: requests of Engine have no headers; leave it out.")
+            raise KVQuantError(f"{name} {header}: requests of Engine have no headers. Leave it out.")
     config = replace(config, capture=capture)
     plugin.stop_unless_in_place(config)
     server_args = original(**kwargs)

@@ -159,12 +159,12 @@ def parse_config(values: Mapping[str, Any]) -> KVQuantConfig | None:
         for flag, field in FIELDS.items():
             if flag != "kv_quant" and field in given and given[field] != DEFAULTS.get(field):
                 raise KVQuantError(
-                    f"--{flag.replace('_', '-')} has no effect without --kv-quant; add --kv-quant "
+                    f"--{flag.replace('_', '-')} has no effect without --kv-quant. Add --kv-quant "
                     f"{{{','.join(METHOD_NAMES)}}} or leave it out."
                 )
         if episodic is not None:
             raise KVQuantError(
-                f"--episodic-policy {episodic.policy} chooses pages of the quantized cache; add --kv-quant "
+                f"--episodic-policy {episodic.policy} chooses pages of the quantized cache. Add --kv-quant "
                 f"{{{','.join(METHOD_NAMES)}}} or leave it out."
             )
         return None

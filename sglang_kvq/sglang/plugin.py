@@ -50,7 +50,7 @@ def register() -> None:
     """
     version = compat.sglang_version()
     if not compat.is_supported(version):
-        _problems.append(f"SGLang {version} is not supported; supported are {' and '.join(SUPPORTED)}")
+        _problems.append(f"SGLang {version} is not supported. Supported are {' and '.join(SUPPORTED)}")
     for process in Process:
         if process is Process.SCHEDULER and "sglang.srt.managers.scheduler" not in sys.modules:
             continue  # other processes would pay seconds and memory to import the scheduler's modules
@@ -204,7 +204,7 @@ def run_scheduler(run: Handler, server_args: ServerArgs, *args: Any, **kwargs: A
 
     load_plugins()  # SGLang calls it a moment later anyway; only the first call has an effect
     if not any(h.handler == "plugin:before_scheduler_init" and _is_applied(h) for h in _installed):
-        raise SystemExit("--kv-quant: SGLang did not load the sglang-kvq plugin in the scheduler process; see its log.")
+        raise SystemExit("--kv-quant: SGLang did not load the sglang-kvq plugin in the scheduler process. See its log.")
     return run(server_args, *args, **kwargs)
 
 

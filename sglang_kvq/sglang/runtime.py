@@ -190,7 +190,7 @@ def started() -> Runtime:
         RuntimeError: the cache was never sized.
     """
     if _current is None:
-        raise RuntimeError("kv-quant: SGLang builds a part of the cache that was never sized; please report this.")
+        raise RuntimeError("kv-quant: SGLang builds a part of the cache that was never sized. Please report this.")
     return _current
 
 
@@ -202,7 +202,7 @@ def transfers() -> Transfers:
     """
     found = started().handover
     if found is None:
-        raise RuntimeError("kv-quant: SGLang moves a cache without --disaggregation-mode; please report this.")
+        raise RuntimeError("kv-quant: SGLang moves a cache without --disaggregation-mode. Please report this.")
     return found
 
 
@@ -219,5 +219,5 @@ def live_tiers() -> TierManager:
     """
     found = tiers()
     if found is None:
-        raise RuntimeError("kv-quant: the cache is used before the attention backend exists; please report this.")
+        raise RuntimeError("kv-quant: the cache is used before the attention backend exists. Please report this.")
     return found

@@ -55,7 +55,7 @@ def test_queries_that_were_not_computed_are_missed():
     """The prompt's first 28 tokens came from the prefix cache, so their queries were not computed."""
     scores = KeyScores(1, 1, 100, "cpu")
     parts_of({0: scores}, [128], [12])
-    with pytest.raises(KVQuantError, match="tokens 100 to 140: the query of token 100 was not computed; run"):
+    with pytest.raises(KVQuantError, match="tokens 100 to 140: the query of token 100 was not computed. Run"):
         scores.result(140)
     parts_of({0: scores}, [100], [10])
     with pytest.raises(KVQuantError, match="the query of token 110 was not"):

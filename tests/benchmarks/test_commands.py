@@ -34,5 +34,5 @@ def test_rows_have_the_times_of_commands_and_phases(tmp_path: Path, monkeypatch:
 
 
 def test_a_command_that_fails_ends_the_program(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match="(?s)status 1.*give a text file"):
+    with pytest.raises(SystemExit, match="(?s)status 1.*Give a text file"):
         commands.timed("x", ["calibrate", tmp_path / "none", "--text", tmp_path, "--output", tmp_path / "out"], {})

@@ -147,7 +147,7 @@ def test_a_method_moves_tokens_if_their_codes_are_their_own(name):
             check_moves(name, [format] * 2)
             continue
         with pytest.raises(
-            KVQuantError, match=rf"--kv-quant {name}: keys in .* \(layer 1\).*choose one of oscar, "
+            KVQuantError, match=rf"--kv-quant {name}: keys in .* \(layer 1\).*Choose one of oscar, "
         ) as e:
             check_moves(name, [PageFormat(64, 64), format])
         named = str(e.value).rpartition("one of ")[2].rstrip(".").split(", ")
@@ -161,7 +161,7 @@ def test_some_methods_cannot():
 @pytest.mark.parametrize("format", [CENTRED, CHANNEL, PageFormat(64, 64, v=CodeFormat(axis="channel"))])
 def test_records_that_tokens_share_are_not_split(format):
     records = torch.zeros(1, format.record_bytes, dtype=torch.uint8)
-    with pytest.raises(KVQuantError, match="tokens of a page share.*use codes per token that are not centred"):
+    with pytest.raises(KVQuantError, match="tokens of a page share.*Use codes per token that are not centred"):
         format.split_tokens(records)
     with pytest.raises(KVQuantError, match="tokens of a page share"):
         format.join_tokens(())

@@ -139,7 +139,7 @@ def test_parts_are_aligned_where_records_are_not():
         ({"host": poisoned(4, 15)}, r"host: torch.uint8 \[4, 15\].* must be uint8 \[host pages, \d+ or more\]"),
         ({"host": torch.zeros(4, 1 << 20, dtype=torch.int8)}, "host: torch.int8"),
         ({"host": poisoned(1 << 20, 4).T}, r"strides \[1, 4\]"),
-        ({"layer": 2}, "layer 2: the pool has 2 layers; choose 0 to 1"),
+        ({"layer": 2}, "layer 2: the pool has 2 layers. Choose 0 to 1"),
         ({"layer": -1}, "layer -1"),
     ],
 )
@@ -156,5 +156,5 @@ def test_arguments_that_do_not_fit_are_refused(change, what):
 
 def test_a_pool_of_other_records_is_refused():
     layout, other = HostLayout(pool_of([TWO, FOUR])), pool_of([FOUR, TWO])
-    with pytest.raises(KVQuantError, match="pool: its layers have .* make a HostLayout for this pool"):
+    with pytest.raises(KVQuantError, match="pool: its layers have .* Make a HostLayout for this pool"):
         layout.backup(other, ids([1]), poisoned(2, layout.page_bytes), ids([1]))

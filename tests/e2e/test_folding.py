@@ -107,7 +107,7 @@ def test_without_room_it_can_be_sent_again(client, text):
     """The request holds 1,536 of 2,560 tokens, so 1,472 more are not available; a smaller fold fits."""
     ids = [i % 3000 + 10 for i in range(24 * P - 5)]
     name, answer = fold(client, ids, 23 * P, 23 * P, seed=5)
-    assert answer.status_code == 503 and "no room for the 1472 tokens of a fold; send the request again" in answer.text
+    assert answer.status_code == 503 and "no room for the 1472 tokens of a fold. Send the request again" in answer.text
     name, answer = fold(client, ids, 5 * P, 23 * P, seed=6)
     assert answer.status_code == 200, answer.text
     go_on(client, name, ids, text[:20], 5 * P)

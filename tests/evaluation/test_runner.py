@@ -183,7 +183,7 @@ def test_a_reference_must_be_bf16(text, tmp_path):
     [
         ("", "give one of --server"),
         ("--server http://x --model m", "give one of --server"),
-        ("--model m --tasks kl,sing", "sing: unknown; choose one of kl,"),
+        ("--model m --tasks kl,sing", "sing: unknown. Choose one of kl,"),
         ("--server http://x --tasks gsm8k --gsm8k f --gsm8k-shots 0 -- --tp 2", "--tp 2: flags after --"),
         ("--model m --text nowhere.txt --kl-lengths 1k", "whole numbers"),
         ("--model m --text nowhere.txt --kl-lengths 600", "longer than the first"),

@@ -105,7 +105,7 @@ def test_what_calibrations_of_a_method_share(label, spec, method):
 @pytest.mark.parametrize(
     "text, message",
     [
-        ("oscra", "oscra: unknown; did you mean oscar?"),
+        ("oscra", "oscra: unknown. Did you mean oscar?"),
         ("oscar,,int2", "single commas"),
         ("fp8:e3", "fp8:e5m2"),
         ("none:4", "takes no bits"),

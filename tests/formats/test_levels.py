@@ -72,17 +72,17 @@ def test_gain_scales_the_unit_and_costs_little(bits):
 @pytest.mark.parametrize(
     "fields,message",
     [
-        ({"bits": 5}, "bits=5 does not exist; choose one of 2, 3, 4"),
+        ({"bits": 5}, "bits=5 does not exist. Choose one of 2, 3, 4"),
         ({"levels": "nf4"}, "levels='nf4' does not exist"),
         ({"statistic": "mean"}, "statistic='mean' does not exist"),
         ({"axis": "head"}, "axis='head' does not exist"),
         ({"gain": 1.1}, "gain=1.1: .*1 for statistic 'minmax'"),
         (
             {"axis": "channel", "centred": True},
-            "centred=True: codes per channel already store an offset; use axis='token'",
+            "centred=True: codes per channel already store an offset. Use axis='token'",
         ),
         ({"gain": 3.0, "statistic": "moments"}, "gain=3.0: must be 0.5 to 2"),
-        ({"axis": "channel", "statistic": "norm"}, "norm.*use axis='token'"),
+        ({"axis": "channel", "statistic": "norm"}, "norm.*Use axis='token'"),
     ],
     ids=lambda x: "-".join(x) if isinstance(x, dict) else "",
 )

@@ -246,7 +246,7 @@ def test_group_must_divide_head_dim():
 
 
 def test_runs_must_divide_the_page():
-    with pytest.raises(KVQuantError, match="runs of 96 tokens.*use 32 or 64"):
+    with pytest.raises(KVQuantError, match="runs of 96 tokens.*Use 32 or 64"):
         PageFormat(128, 128, k=CodeFormat(axis="channel"), run=96)
 
 

@@ -213,5 +213,5 @@ def test_decode_of_keys_with_constant_channels():
     "format", [PageFormat(64, 64, v=CHANNEL), PageFormat(64, 64, k=CHANNEL, run=8)], ids=["values", "run"]
 )
 def test_what_no_method_asks_for_is_refused(format):
-    with pytest.raises(KVQuantError, match="layer 0: keys in 2 bits uniform minmax per .*use 16, 32 or 64, or a CPU"):
+    with pytest.raises(KVQuantError, match="layer 0: keys in 2 bits uniform minmax per .*Use 16, 32 or 64, or a CPU"):
         make_scene(Heads(64, 64, 1, 1), [64], formats=[format]).ops()

@@ -74,14 +74,14 @@ def test_every_width_that_a_method_lists_makes_a_format(name):
 @pytest.mark.parametrize(
     "method,width,message",
     [
-        ("oscar", "5", "--kv-quant-bits 5: not a width of --kv-quant oscar; choose 2, 2.5, 3, 3.5, 4 or auto:TARGET"),
+        ("oscar", "5", "--kv-quant-bits 5: not a width of --kv-quant oscar. Choose 2, 2.5, 3, 3.5, 4 or auto:TARGET"),
         ("oscar", "2.25", "--kv-quant-bits 2.25: not a width of --kv-quant oscar"),
-        ("turboquant", "auto:3", "auto:3: not a width of --kv-quant turboquant; choose 2, 2.5, 3, 3.5, 4"),
+        ("turboquant", "auto:3", "auto:3: not a width of --kv-quant turboquant. Choose 2, 2.5, 3, 3.5, 4"),
         ("turboquant", "three", "--kv-quant-bits three: not a width"),
         ("oscar", "auto:", "--kv-quant-bits auto:: not a width"),
         ("oscar", "auto:inf", "--kv-quant-bits auto:inf: not a width"),
-        ("int4", "3", "--kv-quant-bits 3: not a width of --kv-quant int4; it has 4 bits only; leave the flag out"),
-        ("kivi", "3", "--kv-quant-bits 3: not a width of --kv-quant kivi; choose 2, 4"),
+        ("int4", "3", "--kv-quant-bits 3: not a width of --kv-quant int4; it has 4 bits only. Leave the flag out"),
+        ("kivi", "3", "--kv-quant-bits 3: not a width of --kv-quant kivi. Choose 2, 4"),
         ("transform", "1.2", "--kv-quant-bits 1.2: --kv-quant transform allocates any number .* from 1.25 to 4, gains"),
         ("transform", "4.01", "--kv-quant-bits 4.01: .* from 1.25 to 4, .*leave the flag out for 2.5"),
         ("transform", "auto:2.5", "--kv-quant-bits auto:2.5: .* from 1.25 to 4"),

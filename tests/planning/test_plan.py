@@ -190,7 +190,7 @@ def test_budget_is_raised_for_many_requests_and_left_alone_otherwise(monkeypatch
 
 def test_wish_that_nothing_serves():
     status, shown = ask(QWEN3, "--gpu", "h100", "--context", "32K", "--concurrency", "9000")
-    assert status == 1 and "No method serves 9000 requests of 32K tokens; add GPUs (--count)" in shown
+    assert status == 1 and "No method serves 9000 requests of 32K tokens. Add GPUs (--count)" in shown
     assert all(
         not row["serves"] for row in found(QWEN3, "--gpu", "h100", "--context", "32K", "--concurrency", "9000")["rows"]
     )
@@ -250,30 +250,30 @@ def test_weights_are_counted_as_served(tmp_path):
     save_file(tensors, tmp_path / "model.safetensors")
     assert find_weights(str(tmp_path), None) == Weights(64 + 64 + 16, 16, 64, "headers of its files")
     (tmp_path / "model.safetensors").write_bytes(b"no header")
-    with pytest.raises(KVQuantError, match="model.safetensors: damaged .*; download it again"):
+    with pytest.raises(KVQuantError, match="model.safetensors: damaged .*. Download it again"):
         find_weights(str(tmp_path), None)
 
 
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (["--gpu", "h300"], "--gpu h300: unknown; did you mean"),
+        (["--gpu", "h300"], "--gpu h300: unknown. Did you mean"),
         (["--gpu", "80:fast"], "--gpu 80:fast: must be its GiB and its TB/s"),
         (["--gpu", "1:1"], "--gpu 1:1: must be its GiB and its TB/s"),
         (
             ["--gpu", "20:1", "--mem-fraction-static", "0.5"],
-            "leave no memory for the cache after 15.3 GiB of weights per GPU; raise --tp",
+            "leave no memory for the cache after 15.3 GiB of weights per GPU. Raise --tp",
         ),
         (["--gpu", "h100", "--tp", "3", "--count", "3"], "--tp 3: .* has 32 query heads, which 3 GPUs cannot share"),
         (["--gpu", "h100", "--tp", "2", "--count", "3"], "--count 3: must be a multiple of --tp 2"),
         (["--gpu", "h100", "--tp", "0"], "--tp 0: must be"),
         (["--gpu", "h100", "--mem-fraction-static", "85"], "--mem-fraction-static 85: must be above 0 and below 1"),
-        (["--gpu", "h100", "--context", "32K"], "--context 32K: a load needs both; add --concurrency"),
-        (["--gpu", "h100", "--concurrency", "3"], "--concurrency 3: a load needs both; add --context"),
+        (["--gpu", "h100", "--context", "32K"], "--context 32K: a load needs both. Add --concurrency"),
+        (["--gpu", "h100", "--concurrency", "3"], "--concurrency 3: a load needs both. Add --context"),
         (["--gpu", "h100", "--context", "32Q", "--concurrency", "3"], "--context 32Q: must be a number of tokens"),
         (
             ["--gpu", "h100", "--context", "1M", "--concurrency", "3"],
-            "--context 1M: .* supports at most 40,960 tokens; choose 40,960 or less",
+            "--context 1M: .* supports at most 40,960 tokens. Choose 40,960 or less",
         ),
         (["--gpu", "h100", "--context", "1K", "--concurrency", "0"], "--concurrency 0: must be at least 1"),
         (["--gpu", "h100", "--weights", "0"], "--weights 0: must be the GiB"),
@@ -291,7 +291,7 @@ def test_models_that_are_not_served_or_not_known(tmp_path):
     for number, (changes, said) in enumerate((
         (dict(architectures=["SomethingElse"]), "SGLang has no class for it"),
         (dict(head_dim=80), "heads of 80 elements"),
-        (dict(quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]}), "pass --weights GIB"),
+        (dict(quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]}), "Pass --weights GIB"),
     )):  # fmt: skip
         folder = tmp_path / str(number)
         folder.mkdir()

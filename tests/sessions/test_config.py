@@ -37,7 +37,7 @@ def config(**changes) -> EpisodicConfig:
         ),
         (
             {"session_header": "a b"},
-            "--episodic-session-header 'a b': not the name of a header; give one like X-Session-Id",
+            "--episodic-session-header 'a b': not the name of a header. Give one like X-Session-Id",
         ),
         (
             {"session_header": "authorization"},
@@ -68,12 +68,12 @@ def test_the_former_name_of_a_policy_is_the_same_policy() -> None:
 
 def test_an_episode_keeps_more_than_sinks() -> None:
     config(policy="epicache", budget=192).check_windows(128, RECENT)
-    with pytest.raises(KVQuantError, match="--episodic-budget 128: the sinks .128.* give 192 or more"):
+    with pytest.raises(KVQuantError, match="--episodic-budget 128: the sinks .128.* Give 192 or more"):
         config(policy="epicache", budget=128).check_windows(128, RECENT)
 
 
 def test_a_budget_must_leave_pages_to_choose() -> None:
-    with pytest.raises(KVQuantError, match=r"--episodic-budget 1024: .* need 1472; raise the budget"):
+    with pytest.raises(KVQuantError, match=r"--episodic-budget 1024: .* need 1472. Raise the budget"):
         config(budget=1024, block=1024).check_windows(SINK, RECENT)
     with pytest.raises(KVQuantError, match="--episodic-segment 384: .* at most 320 with --kv-quant-recent 256"):
         config(segment=384).check_windows(SINK, RECENT)
@@ -83,7 +83,7 @@ def test_a_budget_must_leave_pages_to_choose() -> None:
 def test_a_cache_holds_a_conversation_beyond_the_budget(policy: str, least: int) -> None:
     found = config(policy=policy, budget=1024, block=512)
     found.check_cache(least)
-    with pytest.raises(KVQuantError, match=f"budget 1024: .* {least} tokens or more, .* holds {least - 1}; .* to 960"):
+    with pytest.raises(KVQuantError, match=f"budget 1024: .* {least} tokens or more, .* holds {least - 1}. .* to 960"):
         found.check_cache(least - 1)
-    with pytest.raises(KVQuantError, match="holds 512; raise --mem-fraction-static"):
+    with pytest.raises(KVQuantError, match="holds 512. Raise --mem-fraction-static"):
         found.check_cache(512)

@@ -67,7 +67,7 @@ def test_bits_from_a_yaml_file_or_engine_may_be_numbers(bits):
 
 
 def test_width_of_another_method_ends_the_command(command_line):
-    with pytest.raises(SystemExit, match="--kv-quant-bits 5: not a width of --kv-quant oscar; choose 2, 2.5, 3"):
+    with pytest.raises(SystemExit, match="--kv-quant-bits 5: not a width of --kv-quant oscar. Choose 2, 2.5, 3"):
         command_line("--kv-quant", "oscar", "--kv-quant-bits", "5")
 
 
@@ -126,7 +126,7 @@ def test_prefill_graphs_are_those_between_which_attention_runs(device):
             assert values["disable_prefill_cuda_graph"] is not served
             assert values["cuda_graph_backend_prefill"] == (named if served else None)
         else:
-            with pytest.raises(KVQuantError, match=f"--cuda-graph-backend-prefill {named}: .* leave the flag out"):
+            with pytest.raises(KVQuantError, match=f"--cuda-graph-backend-prefill {named}: .* Leave the flag out"):
                 checks.check_flags(values, device)
     values = {"kv_quant": "hadamard"}
     flags.complete(values, KVQuantConfig("hadamard", capture="/tmp:1:0"), device)

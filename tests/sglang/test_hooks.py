@@ -185,7 +185,7 @@ def test_mismatch_stops_a_scheduler_with_kv_quant_only(fresh, monkeypatch):
 def test_unsupported_release_is_explained(fresh, monkeypatch):
     monkeypatch.setattr(compat, "sglang_version", lambda: Version("0.5.12"))
     fresh.plugin.register()
-    with pytest.raises(SystemExit, match=r"SGLang 0\.5\.12 is not supported; supported are >=0\.5\.16"):
+    with pytest.raises(SystemExit, match=r"SGLang 0\.5\.12 is not supported. Supported are >=0\.5\.16"):
         fresh.plugin.stop_unless_in_place(CONFIG)
 
 

@@ -50,7 +50,7 @@ class KeyScores:
         if self.seen < length:
             raise KVQuantError(
                 f"scores by the prompt's tokens {self.past} to {length}: the query of token {self.seen} was not "
-                "computed; run the request under a name of its own, where the prompt is not cached."
+                "computed. Run the request under a name of its own, where the prompt is not cached."
             )
         return self.values
 

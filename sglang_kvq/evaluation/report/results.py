@@ -81,7 +81,7 @@ def _common_settings(methods: dict[str, dict[str, Any]]) -> dict[str, Any]:
                 if settings.setdefault(task, found) != found:
                     raise KVQuantError(
                         f"runs/{slug}/{task}.json was measured with other settings than the same task of other "
-                        "methods; measure it again with --overwrite, or delete it."
+                        "methods. Measure it again with --overwrite, or delete it."
                     )
     return settings
 
@@ -182,7 +182,7 @@ def _content(source: Path, model: str) -> dict[str, Any]:
         raise KVQuantError(f"{source}: neither a folder of results nor an accuracy_ or precise_ file of kvq eval.")
     if content["model"] != model:
         raise KVQuantError(
-            f"{source}: is for {content['model']}, but --out names {model}; write precise_{content['model']}.json, or "
+            f"{source}: is for {content['model']}, but --out names {model}. Write precise_{content['model']}.json, or "
             "give other files."
         )
     return content
@@ -199,7 +199,7 @@ def _merge_settings(into: dict[str, Any], new: dict[str, Any], source: Path) -> 
         differing = differences(_fixed(known, found), _fixed(found, known))
         if differing:
             raise KVQuantError(
-                f"{source}: {task} was measured with other settings than in the sources before it ({differing}); make "
+                f"{source}: {task} was measured with other settings than in the sources before it ({differing}). Make "
                 "a map of each, or measure again."
             )
         lengths = {

@@ -37,7 +37,7 @@ class GSM8KTask:
 
     def __post_init__(self) -> None:
         if self.shots and self.train is None:
-            raise KVQuantError(f"--gsm8k-shots {self.shots} needs --gsm8k-train FILE; or give --gsm8k-shots 0.")
+            raise KVQuantError(f"--gsm8k-shots {self.shots} needs --gsm8k-train FILE. Or give --gsm8k-shots 0.")
 
     def identity(self) -> dict[str, Any]:
         settings = settings_of(self, leave_out=["path"])

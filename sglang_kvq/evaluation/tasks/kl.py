@@ -80,7 +80,7 @@ class KLTask:
                 if share * need > len(of):
                     raise KVQuantError(
                         f"{self.texts[text].name}: {len(of)} tokens after --text-skip {self.skip}, but {share} "
-                        f"contexts of {length} need {share * need}; give more text, fewer or shorter contexts "
+                        f"contexts of {length} need {share * need}. Give more text, fewer or shorter contexts "
                         "(--kl-lengths)."
                     )
                 starts = np.linspace(0, len(of) - need, share).astype(int)

@@ -45,7 +45,7 @@ class MathTask:
 
     def __post_init__(self) -> None:
         if self.path is None and self.problems > MOST:
-            raise KVQuantError(f"--math-problems {self.problems}: at most {MOST} are generated; or give --math FILE.")
+            raise KVQuantError(f"--math-problems {self.problems}: at most {MOST} are generated. Or give --math FILE.")
 
     def identity(self) -> dict[str, Any]:
         source = file_identity(self.path) if self.path else {"file": None}

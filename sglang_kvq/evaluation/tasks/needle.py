@@ -63,7 +63,7 @@ class NeedleTask:
         if len(ids) < max(lengths):
             raise KVQuantError(
                 f"{self.text.name}: {len(ids)} tokens after --text-skip {self.skip}, but a haystack of {max(lengths)} "
-                "needs as many; give a longer text or shorter --needle-lengths."
+                "needs as many. Give a longer text or shorter --needle-lengths."
             )
         cells = [(n, depth, trial) for n in lengths for depth in self.depths for trial in range(self.trials)]
 

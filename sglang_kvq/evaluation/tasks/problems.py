@@ -55,7 +55,7 @@ def read_json_lines(path: Path, fields: tuple[str, ...]) -> list[dict[str, Any]]
         objects = json_lines(data.decode())
     except (OSError, EOFError, ValueError) as error:
         raise KVQuantError(
-            f"{path}: not readable as JSON lines ({error}); give a file of one JSON object a line."
+            f"{path}: not readable as JSON lines ({error}). Give a file of one JSON object a line."
         ) from error
     for number, one in enumerate(objects, 1):
         if not isinstance(one, dict) or any(name not in one for name in fields):

@@ -94,8 +94,8 @@ class RetrievalTask:
         size = int((length - RESERVED) / per_line)
         if size < 1:
             raise KVQuantError(
-                f"--retrieval-lengths {length}: a line of {self.name} takes {per_line:.0f} tokens of this model; "
-                f"give at least {math.ceil(per_line) + RESERVED}."
+                f"--retrieval-lengths {length}: a line of {self.name} takes {per_line:.0f} tokens of this model. "
+                f"Give at least {math.ceil(per_line) + RESERVED}."
             )
         return size
 

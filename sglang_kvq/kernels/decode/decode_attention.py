@@ -261,10 +261,10 @@ def decode(
     if launch.half_pages and not suits_half(record, d):
         raise KVQuantError(
             f"{launch}: products in FP16 need planes, or uniform 2-bit codes with one group per row, at most 128 "
-            "dims; use half_pages=0."
+            "dims. Use half_pages=0."
         )
     if launch.half_pages == 1 and isinstance(record, PlaneRecord):
-        raise KVQuantError(f"{launch}: records of planes are read two pages per iteration; use half_pages=2.")
+        raise KVQuantError(f"{launch}: records of planes are read two pages per iteration. Use half_pages=2.")
     shape = shape_of(stored.records.shape[1], d, q_heads)
     chunks = 1 if drafts is None else drafts.chunks
     start_kernel(

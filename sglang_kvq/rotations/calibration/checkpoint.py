@@ -52,7 +52,7 @@ class Checkpoint:
             write_tensors(self.folder / f"{name}.safetensors", state, metadata)
         except (OSError, SafetensorError) as error:
             raise KVQuantError(
-                f"cannot write the checkpoint {self.folder}: {first_line(error)}; free some space, or choose another "
+                f"cannot write the checkpoint {self.folder}: {first_line(error)}. Free some space, or choose another "
                 "--output."
             ) from error
         self._saved = time.monotonic()
@@ -63,7 +63,7 @@ class Checkpoint:
             found, done = json.loads(metadata["fingerprint"]), int(metadata["done"])
         except (SafetensorError, OSError, KeyError, ValueError) as error:
             raise KVQuantError(
-                f"{path}: not the state of an interrupted calibration ({error}); delete {self.folder}, or pass "
+                f"{path}: not the state of an interrupted calibration ({error}). Delete {self.folder}, or pass "
                 "--restart."
             ) from error
         differing = [name for name, value in self._fingerprint.items() if found.get(name) != value]

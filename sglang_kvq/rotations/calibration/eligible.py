@@ -41,7 +41,7 @@ def auto_class(path: str, hf_config: Any, trust_remote_code: bool) -> str:
         raise needs_code(path)
     raise KVQuantError(
         f"{path}: transformers {transformers.__version__} has no class that generates text for model_type {kind}, so "
-        "it cannot be calibrated; use a newer transformers if there is one for it, or --kv-quant hadamard or int4, "
+        "it cannot be calibrated. Use a newer transformers if there is one for it, or --kv-quant hadamard or int4, "
         "which need no rotations."
     )
 
@@ -58,7 +58,7 @@ def why_not(path: str, hf_config: Any, trust_remote_code: bool) -> str | None:
 def needs_code(path: str) -> KVQuantError:
     """Returns the error for a model that comes with its own code."""
     return KVQuantError(
-        f"{path}: this model comes with code of its own; read it, and pass --trust-remote-code to run it."
+        f"{path}: this model comes with code of its own. Read it, and pass --trust-remote-code to run it."
     )
 
 

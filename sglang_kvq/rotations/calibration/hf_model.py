@@ -66,7 +66,7 @@ def tokenize(tokenizer: Any, text: str, rows: int) -> torch.Tensor:
         raise KVQuantError(
             f"{tokenizer.name_or_path}: its tokenizer produces token id {worst} "
             f"({tokenizer.convert_ids_to_tokens(worst)!r}), and the model's embedding has {rows} rows; the tokenizer "
-            "is another model's, or was extended: give the folder with the tokenizer that belongs to these weights."
+            "is another model's, or was extended. Give the folder with the tokenizer that belongs to these weights."
         )
     return ids
 
@@ -114,7 +114,7 @@ def _explained(path: str, source: dict[str, Any], what: str) -> Iterator[None]:
         raise
     except torch.OutOfMemoryError as error:
         raise KVQuantError(
-            f"{path}: not enough GPU memory for this model ({first_line(error)}); pass --device auto to spread it over "
+            f"{path}: not enough GPU memory for this model ({first_line(error)}). Pass --device auto to spread it over "
             "all GPUs, or --device cpu."
         ) from error
     except Exception as error:  # of transformers, tokenizers, safetensors or a model's own code
@@ -122,11 +122,11 @@ def _explained(path: str, source: dict[str, Any], what: str) -> Iterator[None]:
             raise needs_code(path) from error
         if folder := cached_folder(path, source["revision"]):
             check_files(folder)
-        fix = "fetch the whole model again, or use a version of transformers that knows it"
+        fix = "Fetch the whole model again, or use a version of transformers that knows it"
         if what == "tokenizer":
-            fix = "give a folder that has the model's tokenizer files (tokenizer.json, tokenizer_config.json)"
+            fix = "Give a folder that has the model's tokenizer files (tokenizer.json, tokenizer_config.json)"
         reason = first_line(error).rstrip(".")
-        raise KVQuantError(f"{path}: transformers cannot load its {what} ({reason}); {fix}.") from error
+        raise KVQuantError(f"{path}: transformers cannot load its {what} ({reason}). {fix}.") from error
     finally:
         logging.set_verbosity(before)
         logging.enable_progress_bar()
@@ -166,9 +166,9 @@ def _mismatch(found: str | tuple[str, Any, Any]) -> str:
 
 def _remedy(info: dict[str, Any]) -> str:
     if any("scale" in name or "zero_point" in name for name in info["unexpected_keys"]):
-        return "It is quantized in a way that transformers does not read: calibrate the unquantized model."
+        return "It is quantized in a way that transformers does not read. Calibrate the unquantized model."
     if info["mismatched_keys"]:
-        return "config.json and the weights belong to different models: fetch both again."
+        return "config.json and the weights belong to different models. Fetch both again."
     return (
         "Fetch the whole model again. If these files are a part of a larger model, calibrate that one; or use a "
         "version of transformers that reads them."

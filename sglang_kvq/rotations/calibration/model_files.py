@@ -29,10 +29,10 @@ def find_model(path: str, revision: str | None = None) -> dict[str, Any]:
     """
     if path and Path(path).exists():
         if not Path(path).is_dir():
-            raise KVQuantError(f"{path}: a file, not the folder of a model; give its folder.")
+            raise KVQuantError(f"{path}: a file, not the folder of a model. Give its folder.")
         return {"revision": revision}
     if not _HUB_ID.fullmatch(path):
-        raise KVQuantError(f"{path}: no such folder, and not a hub id ORG/NAME; check the path.")
+        raise KVQuantError(f"{path}: no such folder, and not a hub id ORG/NAME. Check the path.")
     from huggingface_hub import HfApi, constants
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
 
@@ -43,11 +43,11 @@ def find_model(path: str, revision: str | None = None) -> dict[str, Any]:
             return {"revision": revision}
         except RevisionNotFoundError:
             raise KVQuantError(
-                f"--revision {revision}: {path} has no such revision on the hub; leave it out."
+                f"--revision {revision}: {path} has no such revision on the hub. Leave it out."
             ) from None
         except GatedRepoError as error:
             raise KVQuantError(
-                f"{path}: gated on the hub ({first_line(error)}); ask for access, and `hf auth login`."
+                f"{path}: gated on the hub ({first_line(error)}). Ask for access, and `hf auth login`."
             ) from None
         except RepositoryNotFoundError:
             problem = "the hub has no model of this name that you may see"
@@ -57,7 +57,7 @@ def find_model(path: str, revision: str | None = None) -> dict[str, Any]:
             problem = f"the hub does not answer ({type(error).__name__}: {first_line(error)})"
     if cached_folder(path, revision) is None:
         raise KVQuantError(
-            f"{path}: no such folder, not in the hub's cache, and {problem}; check the name. Without a network: "
+            f"{path}: no such folder, not in the hub's cache, and {problem}. Check the name. Without a network: "
             "download the model where there is one, and give its folder."
         )
     return {"revision": revision, "local_files_only": True}
@@ -80,7 +80,7 @@ def check_files(folder: Path) -> None:
         KVQuantError: the first file that is missing, cannot be read, is a Git LFS pointer, or is damaged.
     """
     if not _exists(folder / _CONFIG):
-        raise KVQuantError(f"{folder}: no {_CONFIG} in this folder; give the folder of a model, or a hub id ORG/NAME.")
+        raise KVQuantError(f"{folder}: no {_CONFIG} in this folder. Give the folder of a model, or a hub id ORG/NAME.")
     for path in sorted(folder.glob("*.json")):
         _check_json(path)
     weights = _shards(folder) or sorted(folder.glob("*.safetensors"))
@@ -89,7 +89,7 @@ def check_files(folder: Path) -> None:
     for path in [] if weights else sorted(folder.glob("*.bin")):
         _beginning(path)
     if not weights and not any(folder.glob("*.bin")):
-        raise KVQuantError(f"{folder}: no weights in this folder (*.safetensors); fetch the whole model.")
+        raise KVQuantError(f"{folder}: no weights in this folder (*.safetensors). Fetch the whole model.")
 
 
 def check_codes(path: str, folder: Path) -> None:
@@ -109,7 +109,7 @@ def _shards(folder: Path) -> list[Path]:
     shards = [folder / name for name in sorted(set(_check_json(index).get("weight_map", {}).values()))]
     for path in shards:
         if not _exists(path):
-            raise KVQuantError(f"{path}: {_INDEX} names this file, and it is missing; fetch it.")
+            raise KVQuantError(f"{path}: {_INDEX} names this file, and it is missing. Fetch it.")
     return shards
 
 
@@ -122,7 +122,7 @@ def _tensors(path: Path) -> dict[str, tuple[str, list[int]]]:
             return {name: (x.get_dtype(), x.get_shape()) for name, x in slices.items()}
     except (SafetensorError, OSError) as error:
         raise KVQuantError(
-            f"{path}: the download ended early, or no safetensors file ({first_line(error)}); fetch it again."
+            f"{path}: the download ended early, or no safetensors file ({first_line(error)}). Fetch it again."
         ) from error
 
 
@@ -138,7 +138,7 @@ def _check_json(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise KVQuantError(f"{path}: not JSON ({first_line(error)}); fetch it again.") from error
+        raise KVQuantError(f"{path}: not JSON ({first_line(error)}). Fetch it again.") from error
     return found if isinstance(found, dict) else {}
 
 
@@ -151,15 +151,15 @@ def _beginning(path: Path) -> bytes:
         raise _unreadable(path, error) from error
     if begin == _POINTER:
         raise KVQuantError(
-            f"{path}: a Git LFS pointer, not the file itself; run `git lfs pull` in its folder, or fetch the model "
+            f"{path}: a Git LFS pointer, not the file itself. Run `git lfs pull` in its folder, or fetch the model "
             "with `hf download`."
         )
     if not begin:
-        raise KVQuantError(f"{path}: an empty file; fetch it again.")
+        raise KVQuantError(f"{path}: an empty file. Fetch it again.")
     return begin
 
 
 def _unreadable(path: Path, error: OSError) -> KVQuantError:
     return KVQuantError(
-        f"{path}: cannot be read ({error.strerror or error}); give this user the right to read it, or fetch it again."
+        f"{path}: cannot be read ({error.strerror or error}). Give this user the right to read it, or fetch it again."
     )

@@ -41,7 +41,7 @@ def turn_of(hf_config: Any, head_dim: int) -> Turn:
     if apply is None or len(classes) != 1:
         raise KVQuantError(
             f"{type(hf_config).__name__}: transformers has no rotary embedding of the usual form for this model, so "
-            "its keys at later positions cannot be predicted; pass --positions equal to --context to calibrate for "
+            "its keys at later positions cannot be predicted. Pass --positions equal to --context to calibrate for "
             "prompts of that length only."
         )
     embedding = classes[0](hf_config)
@@ -114,7 +114,7 @@ def check_turn(model: Any, ids: torch.Tensor, turn: Turn, position: int) -> None
         if error > TURN_TOLERANCE:
             raise KVQuantError(
                 f"layer {layer}: at position {position} keys differ by {error:.2f} of their size from what RoPE makes "
-                "of those at 0; this model encodes positions in an unsupported way: pass --positions equal to "
+                "of those at 0; this model encodes positions in an unsupported way. Pass --positions equal to "
                 "--context to calibrate for prompts of that length only."
             )
 

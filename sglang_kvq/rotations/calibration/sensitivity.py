@@ -139,7 +139,7 @@ def fisher_sums(
         except RuntimeError as error:  # also out of memory; quantized weights may have no backward pass
             raise KVQuantError(
                 "sensitivities need gradients of the activations, and the model gives none here "
-                f"({first_line(error)}); pass --no-sensitivity to do without, or calibrate the unquantized model."
+                f"({first_line(error)}). Pass --no-sensitivity to do without, or calibrate the unquantized model."
             ) from error
         for layer, g in zip(order, grads):
             for j, delta in enumerate(deltas[layer]):

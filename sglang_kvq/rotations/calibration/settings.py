@@ -32,7 +32,7 @@ def read_corpus(paths: Sequence[Path], share: float = 1.0) -> tuple[str, str]:
     for path in paths:
         text = read_folder(path) if path.is_dir() else read_text(path)
         if not text.strip():
-            raise KVQuantError(f"--text {path}: no text in it; give a text like what will be served.")
+            raise KVQuantError(f"--text {path}: no text in it. Give a text like what will be served.")
         texts.append(text[: int(len(text) * share)])
     name = ", ".join(f"{path.parent.name}/{path.name}" if path.parent.name else path.name for path in paths)
     return "\n\n".join(texts), name if share == 1 else f"{name}, first {share:.0%} of its characters"
@@ -42,7 +42,7 @@ def read_folder(folder: Path) -> str:
     """Returns the text of all text files below a folder."""
     files = sorted(path for path in folder.rglob("*") if path.suffix in SUFFIXES and path.is_file())
     if not files:
-        raise KVQuantError(f"--text {folder}: no {', '.join(SUFFIXES)} file in this folder; give a text file.")
+        raise KVQuantError(f"--text {folder}: no {', '.join(SUFFIXES)} file in this folder. Give a text file.")
     return "\n\n".join(read_text(path) for path in files)
 
 
@@ -52,10 +52,10 @@ def read_text(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except OSError as error:
         raise KVQuantError(
-            f"--text {path}: {error.strerror or error}; give a text file that this user may read."
+            f"--text {path}: {error.strerror or error}. Give a text file that this user may read."
         ) from error
     except UnicodeDecodeError as error:
-        raise KVQuantError(f"--text {path}: not UTF-8 text ({error}); convert it, or give another file.") from error
+        raise KVQuantError(f"--text {path}: not UTF-8 text ({error}). Convert it, or give another file.") from error
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class CalibrationSettings:
             if value not in choices:
                 raise unknown(flag, value, choices)
         if self.clips != "per-layer" and self.composition == "transform":
-            raise KVQuantError(f"--clips {self.clips}: --composition transform clips nothing; leave --clips out.")
+            raise KVQuantError(f"--clips {self.clips}: --composition transform clips nothing. Leave --clips out.")
         if self.seed < 0:
             raise KVQuantError(f"--seed {self.seed}: must be 0 (evenly spaced contexts) or more.")
         if self.positions and self.positions < self.context:
@@ -121,7 +121,7 @@ def draw_contexts(ids: torch.Tensor, settings: CalibrationSettings) -> torch.Ten
     slack = ids.numel() - count * settings.context
     if slack < 0:
         raise KVQuantError(
-            f"the corpus has {ids.numel()} tokens, calibration needs {count * settings.context}; give more text, or "
+            f"the corpus has {ids.numel()} tokens, calibration needs {count * settings.context}. Give more text, or "
             f"lower --tokens (to at least {settings.context}, one --context)."
         )
     if settings.seed == 0:
@@ -159,5 +159,5 @@ def check_head_dim(head_dim: int) -> None:
     """Refuses a head_dim that ``--kv-quant`` cannot serve."""
     if head_dim not in HEAD_DIMS:
         raise KVQuantError(
-            f"head_dim {head_dim} is not supported by --kv-quant; supported: {', '.join(map(str, HEAD_DIMS))}."
+            f"head_dim {head_dim} is not supported by --kv-quant. Supported: {', '.join(map(str, HEAD_DIMS))}."
         )

@@ -87,7 +87,7 @@ def calibrate_to_folder(
         except torch.OutOfMemoryError as error:
             raise KVQuantError(
                 f"--context {settings.context}: not enough GPU memory for contexts of that length "
-                f"({first_line(error)}); lower it, pass --no-sensitivity, or --device auto for all GPUs."
+                f"({first_line(error)}). Lower it, pass --no-sensitivity, or --device auto for all GPUs."
                 f"{_continues(kept)}"
             ) from error
     else:

@@ -31,7 +31,7 @@ PROJECTIONS = ("o_proj", "out_proj", "dense", "wo")
 #: Number of tokens that are run to see which modules attend.
 SEEN = 8
 
-_FIX = "use another --composition than transform, or calibrate the unquantized model"
+_FIX = "Use another --composition than transform, or calibrate the unquantized model"
 
 
 @torch.no_grad()
@@ -69,23 +69,23 @@ def _projection(model: Any, attention: torch.nn.Module, layer: int, width: int) 
     if name is None:
         raise KVQuantError(
             f"layer {layer}: {where} ({type(attention).__name__}) has no output projection under any of the names "
-            f"{', '.join(PROJECTIONS)}; {_FIX}."
+            f"{', '.join(PROJECTIONS)}. {_FIX}."
         )
     projection: torch.nn.Module = getattr(attention, name)
     weight = getattr(projection, "weight", None)
     if not isinstance(projection, torch.nn.Linear) or not isinstance(weight, torch.Tensor):
         raise KVQuantError(
-            f"layer {layer}: {where}.{name} is a {type(projection).__name__}, not a plain linear layer; {_FIX}."
+            f"layer {layer}: {where}.{name} is a {type(projection).__name__}, not a plain linear layer. {_FIX}."
         )
     if weight.is_meta:
         raise KVQuantError(
-            f"layer {layer}: the weight of {where}.{name} is not in memory, because the model was offloaded; pass "
+            f"layer {layer}: the weight of {where}.{name} is not in memory, because the model was offloaded. Pass "
             "--device cpu, or --device auto with GPUs that hold the whole model."
         )
     if weight.dim() != 2 or weight.shape[1] != width or not weight.is_floating_point() or weight.itemsize < 2:
         raise KVQuantError(
             f"layer {layer}: the weight of {where}.{name} is {weight.dtype} {list(weight.shape)}, expected "
-            f"[hidden_size, {width}] (query heads times head_dim) in bfloat16, float16 or float32; {_FIX}."
+            f"[hidden_size, {width}] (query heads times head_dim) in bfloat16, float16 or float32. {_FIX}."
         )
     return weight
 
@@ -166,7 +166,7 @@ def with_importance(rotations: Rotations, nats: torch.Tensor) -> Rotations:
     if not torch.isfinite(nats).all():
         layer = int((~torch.isfinite(nats)).any(-1).nonzero()[0, 0])
         raise KVQuantError(
-            f"layer {layer}: its sensitivity is not finite; the model overflows in its dtype: pass --dtype float32, or "
+            f"layer {layer}: its sensitivity is not finite; the model overflows in its dtype. Pass --dtype float32, or "
             "--no-sensitivity to do without."
         )
     importance = {}

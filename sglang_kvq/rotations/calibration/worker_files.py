@@ -61,7 +61,7 @@ def read_sums(folder: Path, contexts: int, skip: int) -> MomentSums:
         if done != contexts:
             raise KVQuantError(
                 f"{path.name}: this worker has seen {done} of {contexts} contexts whole; a context must fit one "
-                "prefill chunk: lower --context, or give the engine a larger chunked_prefill_size and memory."
+                "prefill chunk. Lower --context, or give the engine a larger chunked_prefill_size and memory."
             )
         stages.setdefault(worker.first_layer, {})[worker.rank] = tensors
         workers[worker.first_layer] = worker
@@ -71,7 +71,7 @@ def read_sums(folder: Path, contexts: int, skip: int) -> MomentSums:
         size, kv_heads = workers[first_layer].size, workers[first_layer].kv_heads_total
         missing = [r for r in range(size) if r not in ranks]
         if missing:
-            raise KVQuantError(f"{folder}: ranks {missing} of {size} wrote nothing; see the engine's log.")
+            raise KVQuantError(f"{folder}: ranks {missing} of {size} wrote nothing. See the engine's log.")
         for name in ranks[0]:
             parts = torch.cat([ranks[r][name] for r in range(size)])
             # If there are more ranks than heads, consecutive ranks hold the same head.

@@ -57,7 +57,7 @@ class HeldOut:
     def __post_init__(self) -> None:
         least = self.sink + self.recent + 3 * PAGE_SIZE
         if self.contexts < 1:
-            raise KVQuantError(f"--held-out-contexts {self.contexts}: must be at least 1; or pass --no-recommend.")
+            raise KVQuantError(f"--held-out-contexts {self.contexts}: must be at least 1. Or pass --no-recommend.")
         if self.length < least or self.length % PAGE_SIZE:
             raise KVQuantError(
                 f"--held-out-length {self.length}: must be a multiple of {PAGE_SIZE}, and at least {least}, or no "
@@ -156,7 +156,7 @@ def held_out_starts(tokens: int, settings: CalibrationSettings, held_out: HeldOu
         raise KVQuantError(
             f"the corpus has {tokens} tokens; besides the {drawn.numel()} that calibration draws it has room for "
             f"{len(room)} contexts of {held_out.length} tokens, but to recommend a budget {held_out.contexts} are "
-            "needed: give more text, lower --tokens, --held-out-contexts or --held-out-length, or pass --no-recommend."
+            "needed. Give more text, lower --tokens, --held-out-contexts or --held-out-length, or pass --no-recommend."
         )
     return [room[(2 * i + 1) * len(room) // (2 * held_out.contexts)] for i in range(held_out.contexts)]
 
@@ -188,7 +188,7 @@ def measure_budgets(
     for name, divergence in found.items():
         if not torch.isfinite(divergence.kl).all():
             raise KVQuantError(
-                f"{name}: the model's divergence is not finite: it overflows in its dtype; pass --dtype float32. "
+                f"{name}: the model's divergence is not finite: it overflows in its dtype. Pass --dtype float32. "
                 "The rotations are complete and can be served with a budget that you choose."
             )
     return BudgetDivergence(
@@ -239,6 +239,6 @@ def stored(rotations: Rotations) -> BudgetDivergence | None:
         return TypeAdapter(BudgetDivergence).validate_python(found)
     except ValidationError as error:
         raise KVQuantError(
-            f"{path}: {FIELD} is not what `kvq calibrate` writes ({first_problem(error)}); delete that field, or "
+            f"{path}: {FIELD} is not what `kvq calibrate` writes ({first_problem(error)}). Delete that field, or "
             "recreate the folder."
         ) from error

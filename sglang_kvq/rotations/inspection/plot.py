@@ -55,7 +55,7 @@ def draw(rotations: Rotations, measured: Measured | None, path: Path) -> None:
     if rotations.k_energies is not None and rotations.v_energies is not None:
         rows.append(partial(_spectra, (rotations.k_energies, rotations.v_energies), "energies of the channels"))
     if not rows:
-        raise KVQuantError(f"{rotations.meta.source}: no eigenvalues or sensitivities to draw; add --model and --text.")
+        raise KVQuantError(f"{rotations.meta.source}: no eigenvalues or sensitivities to draw. Add --model and --text.")
     figure = Figure(figsize=(12, 3.6 * len(rows)), layout="constrained")
     axes = figure.subplots(len(rows), 2, squeeze=False)
     for row, panel in zip(axes, rows):
@@ -66,7 +66,7 @@ def draw(rotations: Rotations, measured: Measured | None, path: Path) -> None:
         figure.savefig(path, dpi=120)
     except (OSError, ValueError) as error:
         raise KVQuantError(
-            f"--plot {path}: cannot write this picture ({error}); give a .png in a folder that exists."
+            f"--plot {path}: cannot write this picture ({error}). Give a .png in a folder that exists."
         ) from error
 
 

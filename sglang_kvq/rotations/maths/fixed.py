@@ -28,8 +28,8 @@ def hadamard_matrix(n: int) -> torch.Tensor:
         core, doublings = core // 2, doublings + 1
     if core not in (1, *_PALEY_PRIMES):
         raise KVQuantError(
-            f"head_dim {n} has no Hadamard matrix here (it must be 1, 12 or 20 times a power of two); "
-            "use --kv-quant int2."
+            f"head_dim {n} has no Hadamard matrix here (it must be 1, 12 or 20 times a power of two). "
+            "Use --kv-quant int2."
         )
     matrix = torch.ones(1, 1, dtype=torch.float64) if core == 1 else _paley(_PALEY_PRIMES[core])
     for _ in range(doublings):

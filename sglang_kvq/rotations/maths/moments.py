@@ -93,7 +93,7 @@ class MomentSums:
             for name, what in zip(MOMENTS, ("queries", "keys", "keys or values", "keys")):
                 if not torch.isfinite(self.state[f"{name}.{layer}"]).all():
                     raise KVQuantError(
-                        f"layer {layer}: {what} hold NaN or infinity; the model overflows in its dtype: pass --dtype "
+                        f"layer {layer}: {what} hold NaN or infinity; the model overflows in its dtype. Pass --dtype "
                         "float32 (or bfloat16 instead of float16), and check the model's weights."
                     )
         of_layers = ([self.state[f"{name}.{layer}"].cpu() for layer in range(layers)] for name in MOMENTS)

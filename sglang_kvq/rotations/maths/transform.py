@@ -91,12 +91,12 @@ def coding_basis(covariance: torch.Tensor, weight: torch.Tensor) -> Basis:
     """
     for name, x in (("covariance", covariance), ("weight", weight)):
         if not torch.isfinite(x).all():
-            raise KVQuantError(f"the {name} of a layer is not finite; calibrate with another text or dtype.")
+            raise KVQuantError(f"the {name} of a layer is not finite. Calibrate with another text or dtype.")
     root, inverse = _root(weight)
     values, u = torch.linalg.eigh(root @ covariance @ root)
     energies = values.flip(-1)
     if (energies[..., 0] <= 0).any():
-        raise KVQuantError("a head whose keys or values never change has nothing to code; use another method.")
+        raise KVQuantError("a head whose keys or values never change has nothing to code. Use another method.")
     energies = torch.maximum(energies, energies[..., :1] * 1e-12)
     u = u.flip(-1)
     return Basis(root @ u, u.mT @ inverse, energies)
@@ -129,7 +129,7 @@ def choose_widths(
     if not 1 <= budget <= 4:
         raise KVQuantError(f"a budget of {budget:g} bits per element, gains not counted: 1 to 4.")
     if not (torch.isfinite(k_costs).all() and torch.isfinite(v_costs).all()):
-        raise KVQuantError("a layer's error has no finite cost; calibrate with another text or dtype.")
+        raise KVQuantError("a layer's error has no finite cost. Calibrate with another text or dtype.")
     k, v = k_costs.numpy(), v_costs.numpy()
     bits = np.array([sum(p) for p in PATTERNS]) / (2 * PLANES)  # keys and values have half of a layer each
     layers = np.arange(len(k))

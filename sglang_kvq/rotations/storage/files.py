@@ -139,7 +139,7 @@ def convert_rotations(
         return
     heads = kv_heads or known_heads
     if heads is None:
-        raise KVQuantError(f"{source}: it does not say how many KV heads the model has; pass --kv-heads.")
+        raise KVQuantError(f"{source}: it does not say how many KV heads the model has. Pass --kv-heads.")
     save_rotations(rotations, output, kv_heads=heads, overwrite=overwrite)
 
 
@@ -175,7 +175,7 @@ def check_output(folder: Path, *, overwrite: bool) -> None:
         if not folder.exists():
             return
         if not overwrite:
-            raise KVQuantError(f"{folder} exists; choose another --output, or pass --overwrite to replace it.")
+            raise KVQuantError(f"{folder} exists. Choose another --output, or pass --overwrite to replace it.")
         held = [path.name for path in folder.iterdir()]
     except OSError as error:
         raise _unwritable(folder, error) from error
@@ -183,13 +183,13 @@ def check_output(folder: Path, *, overwrite: bool) -> None:
         path.suffix in (".safetensors", ".pt") and "rotation" in path.name for path in folder.iterdir()
     ):
         raise KVQuantError(
-            f"{folder}: --overwrite replaces folders of rotations only, and this one holds {held[0]}; choose another "
+            f"{folder}: --overwrite replaces folders of rotations only, and this one holds {held[0]}. Choose another "
             "--output."
         )
 
 
 def _unwritable(folder: Path, error: Exception) -> KVQuantError:
-    return KVQuantError(f"cannot write {folder}: {first_line(error)}; free some space, or choose another --output.")
+    return KVQuantError(f"cannot write {folder}: {first_line(error)}. Free some space, or choose another --output.")
 
 
 def _load_checked(
@@ -227,7 +227,7 @@ def _names(folder: Path) -> set[str]:
     try:
         return {path.name for path in folder.iterdir() if path.is_file()}
     except OSError as error:
-        raise KVQuantError(f"{folder}: cannot be read ({error.strerror}); check its permissions.") from error
+        raise KVQuantError(f"{folder}: cannot be read ({error.strerror}). Check its permissions.") from error
 
 
 def _load(place: Path, layers: int | None = None, numbers: LayerNumbers | None = None) -> tuple[Rotations, int | None]:
@@ -238,7 +238,7 @@ def _load(place: Path, layers: int | None = None, numbers: LayerNumbers | None =
         return _load_native(folder, names)
     if chosen is not None and not published.is_rotation_file(chosen):
         raise KVQuantError(
-            f"{place}: its name is not one of rotations ({TENSOR_FILE}, k_rotation*.pt, v_rotation*.pt); pass the "
+            f"{place}: its name is not one of rotations ({TENSOR_FILE}, k_rotation*.pt, v_rotation*.pt). Pass the "
             "folder that holds them."
         )
     pair = published.choose_pair(names, str(folder), chosen)
@@ -261,7 +261,7 @@ def _load_native(folder: Path, names: set[str]) -> tuple[Rotations, int]:
     for name in (TENSOR_FILE, CONFIG_FILE):
         if name not in names:
             raise KVQuantError(
-                f"{folder}: {name} is missing beside its partner; fetch the folder again. {_NO_ROTATIONS}"
+                f"{folder}: {name} is missing beside its partner. Fetch the folder again. {_NO_ROTATIONS}"
             )
     data = {name: _read(folder / name) for name in (TENSOR_FILE, CONFIG_FILE)}
     config, path = parse_config(folder / CONFIG_FILE, data[CONFIG_FILE]), folder / TENSOR_FILE
@@ -269,19 +269,19 @@ def _load_native(folder: Path, names: set[str]) -> tuple[Rotations, int]:
         tensors = load(data[TENSOR_FILE])
     except Exception as error:  # SafetensorError, or torch's error for data that is no tensor
         raise KVQuantError(
-            f"{path}: truncated or damaged ({first_line(error)}); fetch it again or recreate it with `kvq calibrate`."
+            f"{path}: truncated or damaged ({first_line(error)}). Fetch it again or recreate it with `kvq calibrate`."
         ) from error
     missing = [name for name in TENSORS[config.format_version] if name not in tensors]
     if missing:
         raise KVQuantError(
-            f"{path}: there is no tensor {missing[0]}, which format_version {config.format_version} has; fetch it "
+            f"{path}: there is no tensor {missing[0]}, which format_version {config.format_version} has. Fetch it "
             "again or recreate it with `kvq calibrate`."
         )
     digests = _digests(data)
     if digests[TENSOR_FILE] != config.sha256:
         raise KVQuantError(
             f"{path}: sha256 {digests[TENSOR_FILE]} differs from {config.sha256} in {CONFIG_FILE}; the two files do "
-            "not belong together or one was altered: fetch both again."
+            "not belong together or one was altered. Fetch both again."
         )
     parts = _checked_tensors(path, tensors, config)
     return Rotations(**parts, meta=config.meta(str(folder), digests)), config.geometry.kv_heads
@@ -304,7 +304,7 @@ def _read(file: Path) -> bytes:
     try:
         return file.read_bytes()
     except OSError as error:
-        raise KVQuantError(f"{file}: cannot be read ({error.strerror}); check its permissions.") from error
+        raise KVQuantError(f"{file}: cannot be read ({error.strerror}). Check its permissions.") from error
 
 
 def _resolve(location: str, download: Callable[[HubLocation], Path] = hub.download) -> Path:

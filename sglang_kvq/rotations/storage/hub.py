@@ -138,7 +138,7 @@ def _listing(location: HubLocation) -> _Listing:
         return _Listing([sibling.rfilename for sibling in info.siblings or ()])
     except RevisionNotFoundError as error:
         raise KVQuantError(
-            f"{location}: {location.repo} has no revision {location.revision}; pass a branch, tag or commit that it "
+            f"{location}: {location.repo} has no revision {location.revision}. Pass a branch, tag or commit that it "
             f"has: https://huggingface.co/{location.repo}/commits/main lists them. It goes last: "
             "org/name/folder@revision."
         ) from error
@@ -246,7 +246,7 @@ def push(folder: Path, target: str, card: str) -> str:
     except Exception as error:
         raise KVQuantError(
             f"{target}: uploading {folder} failed ({type(error).__name__}: {first_line(error)}). The folder is "
-            f"complete; check the network and your rights to {repo}, then `kvq push {folder} {target}`."
+            f"complete. Check the network and your rights to {repo}, then `kvq push {folder} {target}`."
         ) from error
     return f"https://huggingface.co/{repo}" + (f"/tree/main/{where}" if where else "")
 
@@ -264,15 +264,15 @@ def check_push(target: str) -> tuple[str, list[str]]:
         raise KVQuantError(f"--push {target}: must be ORG/REPO or ORG/REPO/FOLDER on the Hugging Face hub.")
     if not get_token():
         raise KVQuantError(
-            f"--push {target}: no Hugging Face token here; run `hf auth login` with a token that may write, or set "
+            f"--push {target}: no Hugging Face token here. Run `hf auth login` with a token that may write, or set "
             "HF_TOKEN."
         )
     try:
         HfApi().whoami()
     except Exception as error:
         raise KVQuantError(
-            f"--push {target}: the hub does not accept the token ({type(error).__name__}: {first_line(error)}); "
-            "check the network, and make a token that may write at https://huggingface.co/settings/tokens."
+            f"--push {target}: the hub does not accept the token ({type(error).__name__}: {first_line(error)}). "
+            "Check the network, and make a token that may write at https://huggingface.co/settings/tokens."
         ) from error
     return location.repo, [part for part in location.folder.split("/") if part]
 

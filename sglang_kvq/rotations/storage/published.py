@@ -87,7 +87,7 @@ def choose_pair(names: Collection[str], where: str, chosen: str | None = None) -
         return Pair(keys[0], values[0])
     if len(whole) > 1:
         raise KVQuantError(
-            f"{where}: several pairs of rotations ({', '.join(pair.k for pair in whole)}); name the one you mean: "
+            f"{where}: several pairs of rotations ({', '.join(pair.k for pair in whole)}). Name the one you mean: "
             f"--kv-quant-rotations {where}/{whole[0].k}."
         )
     return _whole(whole[0] if whole else pairs[0], found, where)
@@ -144,7 +144,7 @@ def _declared_version(folder: Path, data: dict[str, bytes]) -> Any:
     version = config.get("format_version")
     if "sha256" in config and "geometry" in config:
         raise KVQuantError(
-            f"{folder / CONFIG_FILE}: it describes rotations.safetensors, which is missing; without it, remove "
+            f"{folder / CONFIG_FILE}: it describes rotations.safetensors, which is missing. Without it, remove "
             f"{CONFIG_FILE} to load the published files beside it."
         )
     if version is not None and (type(version) is not int or version not in VERSIONS):
@@ -252,7 +252,7 @@ def _unpickle(path: Path, data: bytes) -> dict[Any, Any]:
     except Exception as error:  # unpickling raises half a dozen types
         raise KVQuantError(
             f"{path}: not loadable as plain tensors ({first_line(error)}). It is truncated, or a pickle with code in "
-            "it, which is never run; fetch it again from its publisher."
+            "it, which is never run. Fetch it again from its publisher."
         ) from error
     if not isinstance(document, dict) or not isinstance(document.get("layers"), dict) or not document["layers"]:
         raise KVQuantError(f'{path}: no "layers" table; this is not a rotation file. Expected the RotationZoo layout.')
@@ -266,7 +266,7 @@ def save_published(rotations: Rotations, folder: Path) -> None:
         if rotations.is_transform:
             what = "transform coding has matrices of queries and outputs, a mean and energies (composition transform)"
         raise KVQuantError(
-            f"{rotations.meta.source or 'rotations'}: {what}, which the published layout has no place for; calibrate "
+            f"{rotations.meta.source or 'rotations'}: {what}, which the published layout has no place for. Calibrate "
             "with --composition oscar or offset to convert."
         )
     for name, r, eigen in (

@@ -91,13 +91,13 @@ def parse_config(path: Path, data: bytes) -> RotationConfig:
         config = RotationConfig.model_validate_json(data)
     except ValidationError as error:
         raise KVQuantError(
-            f"{path}: not the config.json of rotations ({first_problem(error)}); correct it, or recreate the folder "
+            f"{path}: not the config.json of rotations ({first_problem(error)}). Correct it, or recreate the folder "
             "with `kvq calibrate`."
         ) from error
     if config.format_version not in VERSIONS:
         raise KVQuantError(
-            f"{path}: format_version {config.format_version}, this sglang-kvq reads {', '.join(map(str, VERSIONS))}; "
-            "update sglang-kvq."
+            f"{path}: format_version {config.format_version}, this sglang-kvq reads {', '.join(map(str, VERSIONS))}. "
+            "Update sglang-kvq."
         )
     return config
 
@@ -109,7 +109,7 @@ def plain_tensor(where: str, name: str, x: Any, shape: Sequence[int] | None = No
     """
     problem = _problem(x, shape)
     if problem is not None:
-        raise KVQuantError(f"{where}: {name} {problem}; fetch the file again or recreate it with `kvq calibrate`.")
+        raise KVQuantError(f"{where}: {name} {problem}. Fetch the file again or recreate it with `kvq calibrate`.")
     return x.detach().float()  # type: ignore[no-any-return]
 
 

@@ -39,8 +39,8 @@ def find_rotations(model_path: str, hf_config: Any, *, transform: bool = False) 
         # A fine-tune has its base's config, so a hub id must name the base. A local folder may have any name.
         if _is_hub_id(model_path) and name.lower() != base.rsplit("/", 1)[-1].lower():
             raise KVQuantError(
-                f"{model_path}: no rotations for this model, but it has the shape of {base}; to use that one's, pass "
-                f"--kv-quant-rotations {folder}; better: `{calibrate}`."
+                f"{model_path}: no rotations for this model, but it has the shape of {base}. To use that one's, pass "
+                f"--kv-quant-rotations {folder}. Better: `{calibrate}`."
             )
         return str(folder)
     entry = None if transform else published_for(name)
@@ -91,7 +91,7 @@ def zoo_folder() -> Path:
     for folder in (*installed, Path(__file__).resolve().parents[3] / "rotation_zoo"):
         if folder.is_dir():
             return folder
-    raise KVQuantError("sglang_kvq.rotation_zoo is not installed; reinstall sglang-kvq.")
+    raise KVQuantError("sglang_kvq.rotation_zoo is not installed. Reinstall sglang-kvq.")
 
 
 def _is_hub_id(model_path: str) -> bool:

@@ -57,7 +57,7 @@ def calibrate_on_engine(
     if settings.composition == "transform":
         raise KVQuantError(
             "--composition transform needs the weights of the output projections and gradients, which --engine sglang "
-            "does not give; leave --engine out, with --device auto for a model that needs all GPUs of this host."
+            "does not give. Leave --engine out, with --device auto for a model that needs all GPUs of this host."
         )
     try:
         from sglang.srt.entrypoints.engine import Engine

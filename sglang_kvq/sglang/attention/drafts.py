@@ -47,12 +47,12 @@ def check_speculation(server_args: ServerArgs, config: KVQuantConfig, model: Mod
     if getattr(server_args, "enable_streaming_session", False):
         raise KVQuantError(
             "--enable-streaming-session: speculative decoding in sessions that keep their rows was not tried with "
-            "--kv-quant; leave out one of the two."
+            "--kv-quant. Leave out one of the two."
         )
     chained = next((name for name in AS_A_CHAIN if getattr(server_args, name, False)), None)
     if algorithm == BRANCHING and chained is not None:
         raise KVQuantError(
-            f"--{chained.replace('_', '-')}: it verifies a chain of drafts, and those of {BRANCHING} branch; leave it "
+            f"--{chained.replace('_', '-')}: it verifies a chain of drafts, and those of {BRANCHING} branch. Leave it "
             "out, or take another --speculative-algorithm."
         )
     if algorithm == "STANDALONE":
@@ -76,7 +76,7 @@ def _check_draft(model: ModelConfig) -> None:
     if beside is not None:
         raise KVQuantError(
             f"--speculative-draft-model-path {model.model_path}: a draft model that keeps {beside} beside its KV cache "
-            "was not tried with --kv-quant; take one without, or another --speculative-algorithm."
+            "was not tried with --kv-quant. Take one without, or another --speculative-algorithm."
         )
 
 
@@ -116,7 +116,7 @@ class SeenBuffers:
         """
         if batch > self.rows:
             raise RuntimeError(
-                f"kv-quant: a batch of {batch} requests to verify, but at most {self.rows} are possible; please report "
+                f"kv-quant: a batch of {batch} requests to verify, but at most {self.rows} are possible. Please report "
                 "this."
             )
         if count not in self._buffers:

@@ -92,7 +92,7 @@ def learned_sinks(layer: AttentionLayer, extra: dict[str, object]) -> torch.Tens
         given = f"{sinks.dtype} {list(sinks.shape)}" if isinstance(sinks, torch.Tensor) else type(sinks).__name__
         raise NotImplementedError(
             f"--kv-quant does not support this model: the sinks of attention layer {layer.layer_id} are {given}, not "
-            f"one number for each of its {heads} query heads; serve it without --kv-quant."
+            f"one number for each of its {heads} query heads. Serve it without --kv-quant."
         )
     return sinks.contiguous()
 
@@ -120,7 +120,7 @@ def own_keys_and_values(
         asked.insert(0, "keys and values that attention does not store (save_kv_cache=False)")
     if asked or k is None or v is None:
         raise NotImplementedError(
-            f"--kv-quant does not support this model: attention layer {layer.layer_id} asks for {', '.join(asked)}; "
-            "serve it without --kv-quant."
+            f"--kv-quant does not support this model: attention layer {layer.layer_id} asks for {', '.join(asked)}. "
+            "Serve it without --kv-quant."
         )
     return k, v

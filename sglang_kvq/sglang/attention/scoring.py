@@ -24,7 +24,7 @@ def collect(rid: str, past: int) -> KeyScores:
     """
     current = runtime.started()
     if rid in current.scores:
-        raise KVQuantError(f"request {rid} is being scored already; forget it first.")
+        raise KVQuantError(f"request {rid} is being scored already. Forget it first.")
     pool = current.pages
     current.scores[rid] = scores = KeyScores(pool.layers, pool.kv_heads, past, pool.device)
     return scores

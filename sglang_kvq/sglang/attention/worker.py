@@ -154,7 +154,7 @@ def create_ops(
     if len(heads) > 1:
         raise SystemExit(
             f"--kv-quant does not support this model: its layers have {' and '.join(map(str, sorted(heads)))} query "
-            "heads; serve it without --kv-quant."
+            "heads. Serve it without --kv-quant."
         )
     q_heads = heads.pop()
     slab_tokens = ragged.workspace_tokens(pool.kv_heads, pool.head_dim)

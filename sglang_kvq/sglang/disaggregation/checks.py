@@ -63,7 +63,7 @@ def refused_flags(values: Mapping[str, Any]) -> list[str]:
         return []
     if not compat.applies(TRANSFERS, compat.sglang_version()):
         return [
-            f"--disaggregation-mode {mode}: SGLang {compat.sglang_version()} sends plain BF16 pages only; install "
+            f"--disaggregation-mode {mode}: SGLang {compat.sglang_version()} sends plain BF16 pages only. Install "
             f"SGLang {TRANSFERS.removeprefix('>=')} or newer."
         ]
     found = refused_beside(REFUSED, values, f"--disaggregation-mode {mode}")
@@ -75,11 +75,11 @@ def refused_flags(values: Mapping[str, Any]) -> list[str]:
     ):
         found.append(
             f"--disaggregation-decode-enable-radix-cache and --speculative-algorithm {algorithm}: SGLang serves the "
-            f"pair with {', '.join(WITH_PREFIX_CACHE)} only; leave out one of the two."
+            f"pair with {', '.join(WITH_PREFIX_CACHE)} only. Leave out one of the two."
         )
     for name, why in REFUSED_ENVIRONMENT:
         if os.environ.get(name, "").lower() not in ("", "0", "false", "no", "off"):
-            found.append(f"{name}={os.environ[name]} and --disaggregation-mode {mode}: {why}; unset it.")
+            found.append(f"{name}={os.environ[name]} and --disaggregation-mode {mode}: {why}. Unset it.")
     return found
 
 
@@ -98,7 +98,7 @@ def refused_settings(server_args: ServerArgs, config: KVQuantConfig, model: Mode
         found.append(f"--episodic-policy {config.episodic.policy} {with_mode}: {_UNTRIED}.")
     if config.recent_min is not None:
         found.append(
-            f"--kv-quant-recent-min {config.recent_min} {with_mode}: a window is sent whole; leave "
+            f"--kv-quant-recent-min {config.recent_min} {with_mode}: a window is sent whole. Leave "
             "--kv-quant-recent-min out."
         )
     served, algorithm = [("a model", model)], compat.resolved(server_args, "speculative_algorithm")

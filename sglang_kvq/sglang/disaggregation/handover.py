@@ -246,5 +246,5 @@ def started() -> Handover:
     """
     found = current()
     if found is None:
-        raise RuntimeError("kv-quant: SGLang transfers a cache without --disaggregation-mode; please report this.")
+        raise RuntimeError("kv-quant: SGLang transfers a cache without --disaggregation-mode. Please report this.")
     return found

@@ -90,7 +90,7 @@ def around_forward(original: Original, self: Any, batch: Any, *args: Any, **kwar
 
 def _entry(req: Any) -> int:
     if req.metadata_buffer_index < 0:
-        raise RuntimeError("kv-quant: SGLang prefills a request that it cannot send yet; please report this.")
+        raise RuntimeError("kv-quant: SGLang prefills a request that it cannot send yet. Please report this.")
     return int(req.metadata_buffer_index)
 
 

@@ -70,7 +70,7 @@ class Staging:
             RuntimeError: no entry is free.
         """
         if not self.available():
-            raise RuntimeError("kv-quant: a request is transferred without room for its window; please report this.")
+            raise RuntimeError("kv-quant: a request is transferred without room for its window. Please report this.")
         return self._free.popleft()
 
     def give_back(self, entry: int) -> None:

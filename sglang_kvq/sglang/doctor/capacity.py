@@ -91,7 +91,7 @@ def _with_windows(config: KVQuantConfig, geometry: KVGeometry, model: ModelConfi
     left = max(memory - reserved_bytes(geometry, slots), 0)
     if split.tokens <= 0 or left == 0:
         raise KVQuantError(
-            f"{memory / 2**20:.0f} MiB do not hold a single page in addition to the sliding windows; give more "
+            f"{memory / 2**20:.0f} MiB do not hold a single page in addition to the sliding windows. Give more "
             "--memory."
         )
     pages = int(left / token_bytes(geometry, of_token, split.ratio)) // PAGE_SIZE

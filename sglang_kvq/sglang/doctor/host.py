@@ -38,15 +38,15 @@ def triton_cache() -> Path:
 def places() -> Iterator[tuple[str, Path, str]]:
     """Yields each folder that must be writable: its content, its path, and how to choose another folder."""
     home = Path.home()
-    yield "HOME", home, "set HOME to a folder of this user"
-    yield "Triton's cache", triton_cache(), "set TRITON_CACHE_DIR"
+    yield "HOME", home, "Set HOME to a folder of this user"
+    yield "Triton's cache", triton_cache(), "Set TRITON_CACHE_DIR"
     flashinfer = Path(os.environ.get("FLASHINFER_WORKSPACE_BASE") or home, ".cache", "flashinfer")
-    yield "FlashInfer's cache", flashinfer, "set FLASHINFER_WORKSPACE_BASE"
+    yield "FlashInfer's cache", flashinfer, "Set FLASHINFER_WORKSPACE_BASE"
     from huggingface_hub import constants
 
     if not constants.HF_HUB_OFFLINE:  # offline the cache is only read
-        yield "the Hugging Face cache", Path(constants.HF_HUB_CACHE), "set HF_HOME, or HF_HUB_OFFLINE=1 to only read it"
-    yield "temporary files", Path(tempfile.gettempdir()), "set TMPDIR"
+        yield "the Hugging Face cache", Path(constants.HF_HUB_CACHE), "Set HF_HOME, or HF_HUB_OFFLINE=1 to only read it"
+    yield "temporary files", Path(tempfile.gettempdir()), "Set TMPDIR"
 
 
 def folders() -> str:
@@ -56,7 +56,7 @@ def folders() -> str:
         KVQuantError: names the folders that are not, why, and the variables that choose others.
     """
     wrong = [
-        f"{what} {folder}: {why}; {fix}, or chown it" for what, folder, fix in places() if (why := _refusal(folder))
+        f"{what} {folder}: {why}. {fix}, or chown it." for what, folder, fix in places() if (why := _refusal(folder))
     ]
     if wrong:
         raise KVQuantError("\n  ".join([f"user {os.geteuid()} cannot write:", *wrong]))
@@ -104,7 +104,7 @@ def shared_memory() -> str:
         KVQuantError: it is missing or too small.
     """
     if not SHARED_MEMORY.is_dir():
-        raise KVQuantError(f"{SHARED_MEMORY} is missing: processes of a server share data there; mount a tmpfs on it.")
+        raise KVQuantError(f"{SHARED_MEMORY} is missing: processes of a server share data there. Mount a tmpfs on it.")
     gpus, free = _gpu_count(), shutil.disk_usage(SHARED_MEMORY).free
     least = LEAST_SHARED if gpus > 1 else LEAST_SHARED_ALONE
     if free < least:
@@ -143,11 +143,11 @@ def driver() -> str:
         if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
             return f"{named}; SGLANG_USE_CPU_ENGINE=1 leaves it alone"
         raise KVQuantError(
-            f"{named} is here, but torch {torch.__version__} is a CPU build; install a CUDA build of it."
+            f"{named} is here, but torch {torch.__version__} is a CPU build. Install a CUDA build of it."
         )
     if int(built.split(".")[0]) > supported[0]:
         raise KVQuantError(
-            f"{named}: torch {torch.__version__} is built for CUDA {built}; update the driver, or install a torch for "
+            f"{named}: torch {torch.__version__} is built for CUDA {built}. Update the driver, or install a torch for "
             f"CUDA {supported[0]}."
         )
     return f"{named}; torch is built for CUDA {built}"

@@ -319,7 +319,7 @@ class _Request:
             if not torch.equal(got, want):
                 raise KVQuantError(
                     f"moving tokens with keys in {format.k.describe()} and values in {format.v.describe()} is wrong: "
-                    f"{int((got != want).sum())} bytes differ from PyTorch's; try another Triton release, and report "
+                    f"{int((got != want).sum())} bytes differ from PyTorch's. Try another Triton release, and report "
                     "this."
                 )
 
@@ -344,7 +344,7 @@ class _Request:
         wrong = sum(int((got != records).sum()) for got, records in zip(pool.records, want))
         if wrong:
             raise KVQuantError(
-                f"copying pages to host memory and back is wrong: {wrong} bytes differ; try another Triton release, "
+                f"copying pages to host memory and back is wrong: {wrong} bytes differ. Try another Triton release, "
                 "and report this."
             )
 
@@ -361,7 +361,7 @@ class _Request:
             each.page_slot[2] = 3
         cache, plain_cache = pool.sink_cache, plain.sink_cache
         if cache is None or plain_cache is None:
-            raise KVQuantError("a pool with records of planes keeps no first tokens; report this.")
+            raise KVQuantError("a pool with records of planes keeps no first tokens. Report this.")
         slots = self._int64(3)
         plain_cache.keep(pages[1:], pages[1:] > 0, plain.bf16_pages[:, slots, :, :, 0], plain.page_slot, 1)
         cache.entry.copy_(plain_cache.entry)
@@ -371,7 +371,7 @@ class _Request:
         if not (torch.equal(pool.bf16_pages, plain.bf16_pages) and torch.equal(cache.tokens, plain_cache.tokens)):
             raise KVQuantError(
                 f"restoring a page with keys in {PLANES.k.describe()} and values in {PLANES.v.describe()} differs from "
-                "PyTorch's result; try another Triton release, and report this."
+                "PyTorch's result. Try another Triton release, and report this."
             )
 
     def prefill(self, prefix: int, new: int) -> None:
@@ -430,5 +430,5 @@ def _compare(operation: str, format: RecordFormat, got: torch.Tensor, want: torc
     if not error <= BOUND:  # NaN too
         raise KVQuantError(
             f"{operation} over keys in {format.k.describe()} and values in {format.v.describe()} is wrong: relative "
-            f"error {error:.2g} compared with PyTorch; try another Triton release, and report this."
+            f"error {error:.2g} compared with PyTorch. Try another Triton release, and report this."
         )

@@ -72,7 +72,7 @@ def config_of(method: str, bits: str | None, rotations: str | None) -> KVQuantCo
         KVQuantError: the method is unknown or ``none``, or does not have these bits.
     """
     if method == "none":
-        raise KVQuantError(f"--method none: plain SGLang serves it; choose one of {', '.join(METHOD_NAMES)}.")
+        raise KVQuantError(f"--method none: plain SGLang serves it. Choose one of {', '.join(METHOD_NAMES)}.")
     if method not in METHOD_NAMES:
         raise unknown("--method", method, METHOD_NAMES)
     return KVQuantConfig(method, rotations=rotations, bits=bits)
@@ -320,7 +320,7 @@ def _formats(found: Diagnosis, request: Request, model: ModelConfig) -> tuple[Re
 def _check_place(rotations: str) -> None:
     """Refuses rotations that are no existing folder and whose name cannot be on the hub."""
     if not Path(rotations).exists() and not HubLocation.parse(rotations):
-        raise KVQuantError(f"--rotations {rotations}: no such folder; give one, or org/name/folder on the hub.")
+        raise KVQuantError(f"--rotations {rotations}: no such folder. Give one, or org/name/folder on the hub.")
 
 
 def _count(found: Diagnosis, request: Request, geometry: KVGeometry, model: ModelConfig) -> None:
@@ -363,7 +363,7 @@ def check_readable(folder: Path) -> None:
             found = path.stat()
             raise KVQuantError(
                 f"--model {folder}: {path.name} cannot be read: it belongs to user {found.st_uid} and has mode "
-                f"{found.st_mode & 0o777:04o}, this process runs as user {os.geteuid()}; chmod a+r it."
+                f"{found.st_mode & 0o777:04o}, this process runs as user {os.geteuid()}. Run chmod a+r on it."
             )
 
 

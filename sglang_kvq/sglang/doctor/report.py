@@ -98,7 +98,7 @@ def other_kernels() -> str:
         return "none is installed, so none is hidden"
     ours = Path(next(iter(import_module("sglang_kvq.kernels").__path__))).resolve()
     if Path(spec.origin).resolve().parent == ours:
-        raise Failed(f"{ours} hides the module of SGLang's kernels; remove its __init__.py and reinstall sglang-kvq.")
+        raise Failed(f"{ours} hides the module of SGLang's kernels. Remove its __init__.py and reinstall sglang-kvq.")
     return str(Path(spec.origin).parent)
 
 
@@ -106,13 +106,15 @@ def plugin_is_visible() -> str:
     for group in (PLUGIN_GROUP, PLATFORM_GROUP):
         found = [e for e in metadata.entry_points(group=group) if e.name == ENTRY_POINT]
         if not found:
-            raise Failed(f"no entry point {ENTRY_POINT} in group {group}; pip install sglang-kvq in this environment.")
+            raise Failed(
+                f"no entry point {ENTRY_POINT} in group {group}. Run pip install sglang-kvq in this environment."
+            )
         found[0].load()
     allowed = {name.strip() for name in os.environ.get("SGLANG_PLUGINS", "").split(",") if name.strip()}
     if allowed and ENTRY_POINT not in allowed:
-        raise Failed(f"SGLANG_PLUGINS={os.environ['SGLANG_PLUGINS']} leaves it out; add {ENTRY_POINT}, or unset it.")
+        raise Failed(f"SGLANG_PLUGINS={os.environ['SGLANG_PLUGINS']} leaves it out. Add {ENTRY_POINT}, or unset it.")
     if os.environ.get("SGLANG_PLATFORM", ENTRY_POINT) not in ("", ENTRY_POINT):
-        raise Failed(f"SGLANG_PLATFORM={os.environ['SGLANG_PLATFORM']} makes SGLang skip this plugin; unset it.")
+        raise Failed(f"SGLANG_PLATFORM={os.environ['SGLANG_PLATFORM']} makes SGLang skip this plugin. Unset it.")
     return f"entry point {ENTRY_POINT} in {PLUGIN_GROUP} and {PLATFORM_GROUP}"
 
 
@@ -121,10 +123,10 @@ def sglang_release() -> str:
         version = compat.sglang_version()
     except metadata.PackageNotFoundError:
         raise Failed(
-            "not installed in this environment; pip install 'sglang-kvq[sglang]', or use SGLang's image."
+            "not installed in this environment. Run pip install 'sglang-kvq[sglang]', or use SGLang's image."
         ) from None
     if not compat.is_supported(version):
-        raise Failed(f"{version} is not supported; install one of {' and '.join(SUPPORTED)}.")
+        raise Failed(f"{version} is not supported. Install one of {' and '.join(SUPPORTED)}.")
     return str(version)
 
 

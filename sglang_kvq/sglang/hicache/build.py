@@ -34,7 +34,7 @@ def build_kv_host_pool(
             **rest,
         )
     if mtp_draft_device_pools:
-        raise RuntimeError("kv-quant: SGLang wants to store draft layers in our host pages; please report this.")
+        raise RuntimeError("kv-quant: SGLang wants to store draft layers in our host pages. Please report this.")
     from sglang.srt.mem_cache.pool_host.common import get_allocator_type
     from sglang.srt.runtime_context import get_memory
 

@@ -19,8 +19,8 @@ STORAGE = ("file", "mooncake", "nixl", "dynamic")
 
 #: Settings of HiCache: field, values that work, and why others do not.
 _SETTINGS = (
-    ("hicache_io_backend", ("kernel",), "pages are copied by kernels, as their width differs by layer; leave it out"),
-    ("hicache_mem_layout", ("page_first",), "quantized pages have one layout in host memory; leave it out"),
+    ("hicache_io_backend", ("kernel",), "pages are copied by kernels, as their width differs by layer. Leave it out"),
+    ("hicache_mem_layout", ("page_first",), "quantized pages have one layout in host memory. Leave it out"),
 )
 
 
@@ -31,8 +31,8 @@ def refused_flags(values: Mapping[str, Any]) -> Iterator[str]:
     release = compat.sglang_version()
     if not compat.applies(NEW_TREE, release):
         yield (
-            f"--enable-hierarchical-cache: SGLang {release} has a prefix cache that keeps plain BF16 rows on the host; "
-            f"use SGLang {' or '.join(NEW_TREE_RELEASES)}."
+            f"--enable-hierarchical-cache: SGLang {release} has a prefix cache that keeps plain BF16 rows on the host. "
+            f"Use SGLang {' or '.join(NEW_TREE_RELEASES)}."
         )
         return
     for field, allowed, why in _SETTINGS:
@@ -46,8 +46,8 @@ def refused_storage(backend: str) -> Iterator[str]:
     """Yields a text if quantized pages cannot be kept in this storage back end."""
     if backend not in STORAGE:
         yield (
-            f"--hicache-storage-backend {backend}: {_WHY_NOT.get(backend, 'it has not been tried with these pages')}; "
-            f"use {', '.join(STORAGE[:-1])} or {STORAGE[-1]}."
+            f"--hicache-storage-backend {backend}: {_WHY_NOT.get(backend, 'it has not been tried with these pages')}. "
+            f"Use {', '.join(STORAGE[:-1])} or {STORAGE[-1]}."
         )
 
 
@@ -84,29 +84,29 @@ def check_resolved(server_args: ServerArgs, config: KVQuantConfig, model: ModelC
     for wrong, why in (
         (
             mambaish_config(model) is not None,
-            "SGLang answers wrongly when recurrent states come back from the host (its issue 39830); leave out "
+            "SGLang answers wrongly when recurrent states come back from the host (its issue 39830). Leave out "
             "--enable-hierarchical-cache",
         ),
         (
             model.is_hybrid_swa and compat.resolved(server_args, "hicache_storage_backend") is not None,
-            f"{WINDOWS_STORED}; leave out --hicache-storage-backend",
+            f"{WINDOWS_STORED}. Leave out --hicache-storage-backend",
         ),
         (
             model.is_hybrid_swa and compat.resolved(server_args, "speculative_algorithm") is not None,
-            "drafts were not tried with sliding windows that come from the host; leave out --speculative-algorithm",
+            "drafts were not tried with sliding windows that come from the host. Leave out --speculative-algorithm",
         ),
         (
             config.episodic is not None and config.episodic.policy == EPICACHE,
-            "--episodic-policy epicache was not tried with HiCache; use --episodic-policy retrieve",
+            "--episodic-policy epicache was not tried with HiCache. Use --episodic-policy retrieve",
         ),
         (
             (config.episodic is not None or os.environ.get(ENABLED) == "1") and not _names_have_namespaces(),
             "this SGLang release names stored pages by their tokens alone, so chosen pages would be confused with "
-            f"others; use {NEW_TREE_RELEASES[-1]}, or leave out --episodic-policy",
+            f"others. Use {NEW_TREE_RELEASES[-1]}, or leave out --episodic-policy",
         ),
         (
             compat.resolved(server_args, "kv_canary", "none") not in (None, "none"),
-            "the canary's notes about a page are not moved with it; leave out --kv-canary",
+            "the canary's notes about a page are not moved with it. Leave out --kv-canary",
         ),
     ):
         if wrong:

@@ -64,7 +64,7 @@ class HostPage:
         pool, cache = tiers.pool, tiers.sink_cache
         if cache is None:
             raise RuntimeError(
-                "kv-quant: SGLang wants first tokens of pages, but this cache keeps none; please report this."
+                "kv-quant: SGLang wants first tokens of pages, but this cache keeps none. Please report this."
             )
         slots = pool.page_slot[pages].clamp(min=0).long()
         copied = (slots > 0)[None, :, None, None, None]

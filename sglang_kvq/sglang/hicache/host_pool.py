@@ -123,7 +123,7 @@ class KVQuantHostPool(HostKVCache):
         """
         if len(self.places) != len(host_indices):
             raise RuntimeError(
-                f"kv-quant: {len(host_indices)} pages go to the host, {len(self.places)} were announced; please report "
+                f"kv-quant: {len(host_indices)} pages go to the host, {len(self.places)} were announced. Please report "
                 "this."
             )
         if not len(self.places):

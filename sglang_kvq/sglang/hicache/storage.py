@@ -110,7 +110,7 @@ def before_attach(controller: CacheController, storage_backend: str, *args: Any,
         for problem in refused_storage(storage_backend):
             raise ValueError(problem)
         if any(entry.name == "swa" for entry in getattr(controller.mem_pool_host, "entries", ())):
-            raise ValueError(f"--hicache-storage-backend {storage_backend}: {WINDOWS_STORED}; serve without storage.")
+            raise ValueError(f"--hicache-storage-backend {storage_backend}: {WINDOWS_STORED}. Serve without storage.")
         # SGLang would compile this function at the first look-up, on a thread. A flush gives that thread 10 s to end,
         # and otherwise ends the server. So the function is compiled now.
         get_hash_str([0] * PAGE_SIZE)

@@ -42,7 +42,7 @@ def _set(backend: Any, name: str, **values: object) -> None:
         if not hasattr(backend, attribute):
             raise KVQuantError(
                 f"--hicache-storage-backend {name}: this SGLang release names stored pages in an unknown way, without "
-                f"{attribute}; use file."
+                f"{attribute}. Use file."
             )
         setattr(backend, attribute, value)
 

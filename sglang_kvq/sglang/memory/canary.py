@@ -30,7 +30,7 @@ def attach_kv_quant(
         KVQuantError: the canary was asked to hash cached bytes.
     """
     if read_bytes:
-        raise KVQuantError("--kv-canary-real-data: a page's bytes change when it is quantized; leave the flag out.")
+        raise KVQuantError("--kv-canary-real-data: a page's bytes change when it is quantized. Leave the flag out.")
     slots = pool.size + pool.page_size
     head, tail = (alloc_canary_buf(num_slots=slots, device=device) for _ in range(2))
     return (

@@ -105,7 +105,7 @@ def start_cache(
     if len(layer_ids) != num_layers:
         raise SystemExit(
             f"sglang-kvq: SGLang keeps {num_layers} layers of {model.model_path} in its KV cache, but according to "
-            f"the model's config {len(layer_ids)} have full attention; serve it without --kv-quant."
+            f"the model's config {len(layer_ids)} have full attention. Serve it without --kv-quant."
         )
     geometry = KVGeometry(kv_heads, tuple(formats[i] for i in layer_ids), draft_page_bytes)
     state = runtime.start(config, geometry, layer_ids)

@@ -80,7 +80,7 @@ class KVQuantPool(KVCache):
     ) -> None:
         """Copies a retracted request back, into new pages."""
         if req_pool_index is None:
-            raise RuntimeError("kv-quant: SGLang restores a request without its row; please report this.")
+            raise RuntimeError("kv-quant: SGLang restores a request without its row. Please report this.")
         runtime.transfers().restore(kv_cache_cpu, indices, req_pool_index)
 
     def _no_buffer(self, *args: object, **kwargs: object) -> NoReturn:

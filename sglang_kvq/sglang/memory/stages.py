@@ -44,7 +44,7 @@ def refused_flags(values: Mapping[str, Any]) -> list[str]:
     stages = values.get("pp_size")
     if stages in (None, 1):
         return []
-    return refused_beside(REFUSED, values, f"--pp-size {stages}", "; leave out one of the two")
+    return refused_beside(REFUSED, values, f"--pp-size {stages}", ". Leave out one of the two")
 
 
 def refused_settings(server_args: ServerArgs, config: KVQuantConfig, model: ModelConfig) -> list[str]:
@@ -57,16 +57,16 @@ def refused_settings(server_args: ServerArgs, config: KVQuantConfig, model: Mode
     beside, layers = f"and --pp-size {stages}", model.num_hidden_layers
     if config.episodic is not None:
         found.append(
-            f"--episodic-policy {config.episodic.policy} {beside}: each stage would choose other tokens; leave out one "
+            f"--episodic-policy {config.episodic.policy} {beside}: each stage would choose other tokens. Leave out one "
             "of the two."
         )
     if config.capture:
-        found.append(f"kvq calibrate {beside}: {_UNTRIED}; use --tp.")
+        found.append(f"kvq calibrate {beside}: {_UNTRIED}. Use --tp.")
     for what, has in (("sliding windows", model.is_hybrid_swa), ("recurrent states", keeps_states(model))):
         if has:
-            found.append(f"a model with {what} {beside}: {_UNTRIED}; use --tp.")
+            found.append(f"a model with {what} {beside}: {_UNTRIED}. Use --tp.")
     if layers < stages:
-        found.append(f"--pp-size {stages}: the model has {layers} layers; use at most {layers}.")
+        found.append(f"--pp-size {stages}: the model has {layers} layers. Use at most {layers}.")
     return found
 
 
@@ -86,7 +86,7 @@ def agree(layout: MemoryLayout, server_args: ServerArgs) -> MemoryLayout:
     if fewest != -most:
         raise SystemExit(
             f"sglang-kvq: SGLang gives the pipeline stages from {fewest} to {-most} pages of cache, but all need the "
-            "same number; serve without --pp-size."
+            "same number. Serve without --pp-size."
         )
     return replace(layout, max_requests=requests, whole_windows=whole)
 

@@ -36,6 +36,6 @@ def build_hybrid_swa_kv_pool(original: Original, self: Configurator, *, mha_pool
     if not isinstance(pool.full_kv_pool, KVQuantPool) or isinstance(pool.swa_kv_pool, KVQuantPool) or len(made) != 2:
         raise SystemExit(
             f"--kv-quant: SGLang {compat.sglang_version()} builds the pools of sliding windows in a way that "
-            "sglang-kvq does not know; install a release that it supports, or leave out --kv-quant."
+            "sglang-kvq does not know. Install a release that it supports, or leave out --kv-quant."
         )
     return pool

@@ -38,7 +38,7 @@ def around_init(original: Original, self: Configurator, kvc: Configurator) -> No
     if state.layer_ids != tuple(full):
         raise SystemExit(
             f"sglang-kvq: according to SGLang, layers {full} of {model.model_path} have full attention; according to "
-            f"the model's config, layers {list(state.layer_ids)}; serve it without --kv-quant."
+            f"the model's config, layers {list(state.layer_ids)}. Serve it without --kv-quant."
         )
     if state.windows is None:
         args = kvc.server_args
@@ -124,7 +124,7 @@ def calculate_pool_sizes(original: Original, self: Configurator, available_bytes
     if split.tokens <= 0:
         raise SystemExit(
             f"sglang-kvq: {available_bytes / 2**20:.0f} MiB of KV memory do not hold a single page in "
-            "addition to the sliding windows; raise --mem-fraction-static, or lower --max-running-requests or "
+            "addition to the sliding windows. Raise --mem-fraction-static, or lower --max-running-requests or "
             "--swa-full-tokens-ratio."
         )
     state.budget_slots = bf16_slots(config, geometry, split.bf16_budget)

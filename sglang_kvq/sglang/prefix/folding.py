@@ -80,7 +80,7 @@ def fold_of(req: Req) -> Fold | None:
         )
     if req.session is not None:
         raise KVQuantError(
-            "a request of an SGLang session keeps its pages, so it cannot end as a fold; leave session_params out."
+            "a request of an SGLang session keeps its pages, so it cannot end as a fold. Leave session_params out."
         )
     setattr(req, ATTRIBUTE, fold)
     return fold
@@ -94,7 +94,7 @@ def around_release(original: Original, req: Req, tree_cache: PrefixCache, *args:
     if req.finished() and not _aborted(req):
         try:
             if problem := _fold(tree_cache, req, fold):
-                _end_with(req, f"{problem}; send the request again.", HTTPStatus.SERVICE_UNAVAILABLE)
+                _end_with(req, f"{problem}. Send the request again.", HTTPStatus.SERVICE_UNAVAILABLE)
         except KVQuantError as error:
             _end_with(req, str(error), HTTPStatus.INTERNAL_SERVER_ERROR)
     return original(req, tree_cache, **{_ENTERS: False})

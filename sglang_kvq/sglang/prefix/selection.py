@@ -73,7 +73,7 @@ def around_next_round(
     if there and found < needed:  # the request would wait forever
         problem = (
             f"the prompt's first {needed} tokens represent cached history, but SGLang found only {found} of them in "
-            "the cache. Send the request again; report this if it happens again."
+            "the cache. Send the request again. Report this if it happens again."
         )
         _end(self, KVQuantError(problem))
         result = original(self, tree_cache, *args, **kwargs)
@@ -125,8 +125,8 @@ def _bring(tree: PrefixCache, req: Req, selection: Selection) -> bool:
     locations, node = tree_keys.match(tree, tree_keys.key(req, _ids(selection.history), selection.namespace))
     if len(locations) < len(selection.history):
         raise KVQuantError(
-            f"{len(selection.history) - len(locations)} of {len(selection.history)} tokens of the history are {GONE}; "
-            "send them again."
+            f"{len(selection.history) - len(locations)} of {len(selection.history)} tokens of the history are {GONE}. "
+            "Send them again."
         )
     if not loads_allow(tree):
         return False
@@ -170,7 +170,7 @@ def _room(tree: PrefixCache, node: Any, history: int, copies: int) -> torch.Tens
     if history + copies > allocator.size:
         raise KVQuantError(
             f"the KV cache of {allocator.size} tokens {TOO_SMALL} a history of {history} tokens and copies of {copies} "
-            "of them; lower --episodic-budget, or give the cache more memory."
+            "of them. Lower --episodic-budget, or give the cache more memory."
         )
     lock = tree_keys.lock(tree, node)
     try:

@@ -82,7 +82,7 @@ async def while_wanted(work: Awaitable[T], request: HTTPRequest | None, obj: Gen
     try:
         while not (await asyncio.wait({task}, timeout=POLL))[0]:
             if request is not None and not getattr(obj, "background", False) and await request.is_disconnected():
-                raise KVQuantError(f"request {obj.rid}: its client has left; send it again if its answer is wanted.")
+                raise KVQuantError(f"request {obj.rid}: its client has left. Send it again if its answer is wanted.")
         return task.result()
     finally:
         if not task.done():
@@ -163,7 +163,7 @@ class Delivery:
 
     def _another(self) -> Ended:
         return aborted(
-            "sglang-kvq: the history of this answer was evicted during generation, and the regenerated answer differs; "
-            "send the request again.",
+            "sglang-kvq: the history of this answer was evicted during generation, and the regenerated answer differs. "
+            "Send the request again.",
             HTTPStatus.SERVICE_UNAVAILABLE,
         )

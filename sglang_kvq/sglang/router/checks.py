@@ -46,7 +46,7 @@ def check(server_args: ServerArgs, model: ModelConfig, config: EpisodicConfig) -
     if config.budget >= (context := model.context_len):
         found.append(
             f"--episodic-budget {config.budget}: the model takes {context} tokens, so no conversation would exceed the "
-            f"budget; use at most {(context - 1) // PAGE_SIZE * PAGE_SIZE}."
+            f"budget. Use at most {(context - 1) // PAGE_SIZE * PAGE_SIZE}."
         )
     if found:
         raise KVQuantError(

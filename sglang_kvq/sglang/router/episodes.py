@@ -32,7 +32,7 @@ REMEMBERED = 1 << 16
 #: Number of attempts to send a fold while the cache has no room for it, and the first pause in seconds, which doubles.
 ATTEMPTS, PAUSE = 8, 0.1
 #: Text in the error of a fold without room.
-_AGAIN = "send the request again"
+_AGAIN = "Send the request again"
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,7 +141,7 @@ class EpisodeRouter:
                 continue
             return
         raise KVQuantError(
-            "an episode is evicted as soon as it is built: the KV cache is too small for what runs at once; lower "
+            "an episode is evicted as soon as it is built: the KV cache is too small for what runs at once. Lower "
             "--episodic-budget or --max-running-requests."
         )
 

@@ -138,7 +138,7 @@ def parse(values: Mapping[str, Any]) -> EpisodicConfig | None:
         for flag, field in FIELDS.items():
             if field in given:
                 raise KVQuantError(
-                    f"--{flag.replace('_', '-')} has no effect without --episodic-policy; add --episodic-policy "
+                    f"--{flag.replace('_', '-')} has no effect without --episodic-policy. Add --episodic-policy "
                     "retrieve or leave it out."
                 )
         return None

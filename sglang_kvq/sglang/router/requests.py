@@ -36,18 +36,18 @@ LONGEST_ID = 256
 
 #: Fields that a session's request may not set, and why.
 _REFUSED = {
-    "session_params": "sessions of SGLang keep tokens that the client does not send; send the whole conversation",
-    "input_embeds": "a conversation is compared and found by its tokens; send text or input_ids",
-    "image_data": "the tokens of images do not say what is in them; leave out the session id",
-    "video_data": "the tokens of videos do not say what is in them; leave out the session id",
-    "audio_data": "the tokens of audio do not say what is in it; leave out the session id",
-    "lora_path": "pages of an adapter's cache cannot be chosen; leave out the session id",
-    "positional_embed_overrides": "its positions would refer to other tokens; leave out the session id",
-    "multi_item_delimiter_indices": "its positions would refer to other tokens; leave out the session id",
-    "token_indices_to_pool": "its positions would refer to other tokens; leave out the session id",
-    "return_hidden_states": "a folded history has none; leave out the session id",
-    "return_routed_experts": "a folded history has none; leave out the session id",
-    "return_indexer_topk": "a folded history has none; leave out the session id",
+    "session_params": "sessions of SGLang keep tokens that the client does not send. Send the whole conversation",
+    "input_embeds": "a conversation is compared and found by its tokens. Send text or input_ids",
+    "image_data": "the tokens of images do not say what is in them. Leave out the session id",
+    "video_data": "the tokens of videos do not say what is in them. Leave out the session id",
+    "audio_data": "the tokens of audio do not say what is in it. Leave out the session id",
+    "lora_path": "pages of an adapter's cache cannot be chosen. Leave out the session id",
+    "positional_embed_overrides": "its positions would refer to other tokens. Leave out the session id",
+    "multi_item_delimiter_indices": "its positions would refer to other tokens. Leave out the session id",
+    "token_indices_to_pool": "its positions would refer to other tokens. Leave out the session id",
+    "return_hidden_states": "a folded history has none. Leave out the session id",
+    "return_routed_experts": "a folded history has none. Leave out the session id",
+    "return_indexer_topk": "a folded history has none. Leave out the session id",
 }
 
 
@@ -84,11 +84,11 @@ def check_client(obj: GenerateRequest) -> None:
     for each in params if isinstance(params, list) else [params]:
         custom = each.get("custom_params") if isinstance(each, dict) else None
         for name in OURS & set(custom if isinstance(custom, dict) else ()):
-            raise KVQuantError(f"custom_params {name}: no client may choose what is read; leave it out.")
+            raise KVQuantError(f"custom_params {name}: no client may choose what is read. Leave it out.")
     keys = obj.extra_key
     for key in keys if isinstance(keys, list) else [keys]:
         if isinstance(key, str) and key.startswith(NAME_PREFIX):
-            raise KVQuantError(f"extra_key {key}: names that begin with {NAME_PREFIX} are the server's; take another.")
+            raise KVQuantError(f"extra_key {key}: names that begin with {NAME_PREFIX} are the server's. Take another.")
 
 
 def session_id_of(obj: GenerateRequest, request: HTTPRequest | None, header: str) -> str | None:
@@ -125,7 +125,7 @@ def tenant_of(request: HTTPRequest | None, header: str | None = None) -> str:
         return _hash(key) if key else ""
     if not (name := headers.get(header)):
         raise KVQuantError(
-            f"--episodic-tenant-header {header}: this request has no such header; let the gateway set it in every "
+            f"--episodic-tenant-header {header}: this request has no such header. Let the gateway set it in every "
             "request of a session and of /v1/sessions."
         )
     return _hash(json.dumps([key or "", name]))
@@ -149,7 +149,7 @@ def check_session(obj: GenerateRequest) -> None:
     for name in ("n", "beam_width"):
         if (count := params.get(name) or 1) != 1:
             raise KVQuantError(
-                f"{name} {count}: a session continues with exactly one answer; send n requests, or no session id."
+                f"{name} {count}: a session continues with exactly one answer. Send n requests, or no session id."
             )
     for field, why in _REFUSED.items():
         if (value := getattr(obj, field, None)) is not None and value is not False and value != []:
@@ -169,7 +169,7 @@ async def token_ids(given: Sequence[int]) -> np.ndarray:
             ids[at : at + len(part)] = np.fromiter(part, np.int32, len(part))
         except OverflowError:
             worst = max(part, key=abs)
-            raise KVQuantError(f"input_ids {worst}: not a token; send ids of the model's vocabulary.") from None
+            raise KVQuantError(f"input_ids {worst}: not a token. Send ids of the model's vocabulary.") from None
         await asyncio.sleep(0)
     return ids
 

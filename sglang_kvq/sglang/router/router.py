@@ -61,7 +61,7 @@ def load_embedder(folder: str, device: str) -> Embedder:
     except (RuntimeError, AssertionError) as error:  # how PyTorch refuses a device
         reason = str(error).splitlines()[0]
         raise KVQuantError(
-            f"--episodic-embedder-device {device}: {reason}; give cpu, or a device of this machine such as cuda:0."
+            f"--episodic-embedder-device {device}: {reason}. Give cpu, or a device of this machine such as cuda:0."
         ) from error
     embedder = Embedder.load(folder, device)
     embedder.encode(["Does it work?"])

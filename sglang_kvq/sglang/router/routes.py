@@ -53,7 +53,7 @@ def routes(manager: TokenizerManager, config: KVQuantConfig, token_bytes: tuple[
 
     router = router_of(manager)
     if router is None:
-        raise RuntimeError("kv-quant: /v1/sessions without --episodic-policy; please report this.")
+        raise RuntimeError("kv-quant: /v1/sessions without --episodic-policy. Please report this.")
     store, api = router.store, APIRouter()
 
     def answer(session: Session) -> dict[str, Any]:

@@ -122,7 +122,7 @@ class Workers:
                 turn.computed += requests.computed_of(meta) if ends(out) else 0
                 answers.check_not_aborted(out)
         if not isinstance(reason, dict):
-            raise KVQuantError(f"request {inner.rid}: ended while the history was computed; send the request again.")
+            raise KVQuantError(f"request {inner.rid}: ended while the history was computed. Send the request again.")
         turn.session.computed(history, turn.namespace)
 
     async def embedded(self, turn: Turn, pages: int) -> PageIndex:

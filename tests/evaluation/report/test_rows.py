@@ -209,7 +209,7 @@ def test_a_map_of_several_sources(content, tmp_path, capsys):
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"model": "other"}, "for other, but --out names fake; write precise_other.json"),
+        ({"model": "other"}, "for other, but --out names fake. Write precise_other.json"),
         ({"settings": {"kl": {**KL, "first": 1}}}, r"kl was measured with other settings.*first: 640, now 1"),
         ({"settings": {"kl": {**KL, "contexts": [[2048, 4]]}}}, r"kl was measured with other settings"),
         ({"settings": None}, None),

@@ -66,7 +66,7 @@ def test_texts(model, tmp_path, data, why):
 
 def test_texts_that_are_not_there_or_may_not_be_read(model, tmp_path, monkeypatch):
     refused(
-        calibrate(model, tmp_path / "out", text=tmp_path / "none"), "--text .*none: No such file or directory; give"
+        calibrate(model, tmp_path / "out", text=tmp_path / "none"), "--text .*none: No such file or directory. Give"
     )
     (tmp_path / "text").write_text("w1")
     real = Path.read_text
@@ -77,13 +77,13 @@ def test_texts_that_are_not_there_or_may_not_be_read(model, tmp_path, monkeypatc
         return real(path, *args, **kwargs)
 
     monkeypatch.setattr(Path, "read_text", denied)
-    refused(calibrate(model, tmp_path / "out", text=tmp_path / "text"), "--text .*text: Permission denied; give")
+    refused(calibrate(model, tmp_path / "out", text=tmp_path / "text"), "--text .*text: Permission denied. Give")
 
 
 @pytest.mark.parametrize("name", ["file/below", "x" * 300])
 def test_outputs_that_cannot_be(model, tmp_path, name):
     (tmp_path / "file").write_text("")
-    refused(calibrate(model, tmp_path / name), "cannot be written .*choose another --output")
+    refused(calibrate(model, tmp_path / name), "cannot be written .*Choose another --output")
 
 
 @pytest.mark.parametrize("command", ["calibrate", "convert"])
@@ -105,12 +105,12 @@ def test_overwriting_takes_rotations_only(model, tmp_path, command):
 
 def test_a_full_disk(model, tmp_path):
     with disk_with(1000):
-        refused(calibrate(model, tmp_path / "out", "--no-sensitivity"), "cannot write the checkpoint .*free some space")
+        refused(calibrate(model, tmp_path / "out", "--no-sensitivity"), "cannot write the checkpoint .*Free some space")
     save_rotations(random_rotations(), tmp_path / "rotations", kv_heads=2)
     for layout in ("safetensors", "pt"):
         with disk_with(1000):
             words = ["convert", str(tmp_path / "rotations"), str(tmp_path / layout), "--to", layout]
-            refused(CliRunner().invoke(app, words), f"cannot write .*{layout}.*free some space")
+            refused(CliRunner().invoke(app, words), f"cannot write .*{layout}.*Free some space")
         assert not (tmp_path / layout).exists()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out.partial", "rotations"]
 
@@ -134,7 +134,7 @@ def test_a_gpu_without_the_memory(model, tmp_path, monkeypatch):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore.")
 
     monkeypatch.setattr(to_folder, "calibrate", out_of_memory)
-    refused(calibrate(model, tmp_path / "out"), "--context 512: not enough GPU memory .*lower it")
+    refused(calibrate(model, tmp_path / "out"), "--context 512: not enough GPU memory .*Lower it")
 
 
 @pytest.fixture

@@ -163,7 +163,7 @@ def test_plot_needs_matplotlib(folder, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["--model", "x"], "pass --text FILE"),
+        (["--model", "x"], "Pass --text FILE"),
         (["--model", "x", "--text", "y", "--length", "100"], "at least 1 context of 448 tokens"),
         (["--plot", "no/such/folder/x.png"], "cannot write this picture"),
     ],

@@ -65,7 +65,7 @@ def test_a_revision_is_fetched_and_then_served_without_a_network(hub, tmp_path, 
 def test_what_does_not_exist_is_said(hub, tmp_path):
     endpoint, _ = hub
     text = inspect(f"{REPOSITORY}/model/tagged@v2", tmp_path, endpoint)
-    assert f"{REPOSITORY} has no revision v2; pass a branch, tag or commit" in text
+    assert f"{REPOSITORY} has no revision v2. Pass a branch, tag or commit" in text
     text = inspect(f"{REPOSITORY}/other@v1", tmp_path, endpoint)
     assert f"no rotations in other; folders with rotations: {REPOSITORY}/model/tagged@v1" in text
     text = inspect("org/gone/model", tmp_path, endpoint)

@@ -52,7 +52,7 @@ def test_transform_codings_rotations_lie_beside_others(tmp_path, monkeypatch):
     monkeypatch.setattr(zoo, "zoo_folder", lambda: tmp_path / "zoo")
     assert find_rotations("org/tiny", SMOLLM2) == str(tmp_path / "zoo" / "tiny")
     assert find_rotations("org/tiny", SMOLLM2, transform=True) == str(tmp_path / "zoo" / "tiny-transform")
-    with pytest.raises(KVQuantError, match="tiny-transform; better: `kvq calibrate org/tuned --composition transform`"):
+    with pytest.raises(KVQuantError, match="tiny-transform. Better: `kvq calibrate org/tuned --composition transform`"):
         find_rotations("org/tuned", SMOLLM2, transform=True)
     wanted = "no rotations for transform coding known .*`kvq calibrate Qwen/Qwen3-8B --composition transform --text"
     with pytest.raises(KVQuantError, match=wanted):

@@ -100,7 +100,7 @@ def test_what_is_refused(flags, text, monkeypatch):
 def test_drafts_that_branch_are_not_verified_as_a_chain(field, monkeypatch):
     monkeypatch.setattr(compat, "resolved", lambda sa, field, default=None: getattr(sa, field, default))
     args = SimpleNamespace(speculative_algorithm="NGRAM", speculative_num_draft_tokens=4, device="cpu", **{field: True})
-    with pytest.raises(KVQuantError, match=f"--{field.replace('_', '-')}: .* NGRAM branch; leave it out"):
+    with pytest.raises(KVQuantError, match=f"--{field.replace('_', '-')}: .* NGRAM branch. Leave it out"):
         drafts.check_speculation(args, CONFIG, PLAIN)
     args.speculative_algorithm = "EAGLE"
     drafts.check_speculation(args, CONFIG, PLAIN)

@@ -203,7 +203,7 @@ def test_without_scored_requests_nothing_is_looked_at(current):
 
 def test_a_request_is_scored_once_at_a_time(current):
     scoring.collect("a", 100)
-    with pytest.raises(KVQuantError, match="request a is being scored already; forget"):
+    with pytest.raises(KVQuantError, match="request a is being scored already. Forget"):
         scoring.collect("a", 100)
     scoring.forget("a")
     scoring.collect("a", 100)

@@ -41,7 +41,7 @@ def plain(monkeypatch):
 
 def test_older_releases_refuse_with_that_reason(monkeypatch):
     monkeypatch.setattr(compat, "sglang_version", lambda: Version("0.5.22"))
-    with pytest.raises(KVQuantError, match=r"--disaggregation-mode decode: SGLang 0\.5\.22 .*install SGLang 0\.5\.23"):
+    with pytest.raises(KVQuantError, match=r"--disaggregation-mode decode: SGLang 0\.5\.22 .*Install SGLang 0\.5\.23"):
         checks.check_flags({"disaggregation_mode": "decode"}, "cuda")
 
 
@@ -82,7 +82,7 @@ def test_fields_exist():
 def test_switches_are_refused_beside_a_transfer(name, monkeypatch):
     monkeypatch.setenv(name, "1")
     checks.check_flags({}, "cuda")
-    with pytest.raises(KVQuantError, match=f"{name}=1 and --disaggregation-mode decode: .*unset it"):
+    with pytest.raises(KVQuantError, match=f"{name}=1 and --disaggregation-mode decode: .*Unset it"):
         checks.check_flags({"disaggregation_mode": "decode"}, "cuda")
 
 

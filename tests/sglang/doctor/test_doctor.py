@@ -135,8 +135,8 @@ def test_one_failure_does_not_hide_the_others(monkeypatch):
     monkeypatch.setattr(compat, "sglang_version", lambda: Version("0.5.20"))
     status, shown = lines()
     assert status == 1 and "checks failed" in shown[-1]
-    assert any(line.startswith("FAIL plugin: SGLANG_PLUGINS=other leaves it out; add kvq") for line in shown)
-    assert any(line.startswith("FAIL SGLang: 0.5.20 is not supported; install one of >=0.5.16") for line in shown)
+    assert any(line.startswith("FAIL plugin: SGLANG_PLUGINS=other leaves it out. Add kvq") for line in shown)
+    assert any(line.startswith("FAIL SGLang: 0.5.20 is not supported. Install one of >=0.5.16") for line in shown)
     assert any(line.startswith("ok   rotations") for line in shown)
 
 
@@ -148,7 +148,7 @@ def test_platform_that_skips_the_plugin(monkeypatch):
 def test_missing_entry_point(monkeypatch):
     monkeypatch.setattr(metadata, "entry_points", lambda group: [])
     status, shown = lines("plugin", monkeypatch)
-    assert status == 1 and "no entry point kvq in group sglang.srt.plugins; pip install" in shown[0]
+    assert status == 1 and "no entry point kvq in group sglang.srt.plugins. Run pip install" in shown[0]
 
 
 def test_sglang_is_not_installed(monkeypatch):

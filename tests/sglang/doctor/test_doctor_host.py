@@ -47,7 +47,7 @@ def test_folder_that_cannot_be_written(tmp_path, monkeypatch, variable, what):
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(place))
     with pytest.raises(KVQuantError, match="cannot write:") as error:
         doctor_host.folders()
-    assert f"{what} {place}" in str(error.value) and "not a directory; set " in str(error.value)
+    assert f"{what} {place}" in str(error.value) and "not a directory. Set " in str(error.value)
 
 
 def test_folder_of_another_user(tmp_path):
@@ -99,8 +99,8 @@ def test_small_shared_memory(monkeypatch, gpus, free, why):
     [
         (None, None, "12.8", None),
         ("550.54.15", (12, 4), "12.8", None),
-        ("550.54.15", (12, 4), "13.0", "driver 550.54.15 for CUDA 12.4: torch .* is built for CUDA 13.0; update"),
-        ("550.54.15", (12, 4), None, "is a CPU build; install a CUDA build"),
+        ("550.54.15", (12, 4), "13.0", "driver 550.54.15 for CUDA 12.4: torch .* is built for CUDA 13.0. Update"),
+        ("550.54.15", (12, 4), None, "is a CPU build. Install a CUDA build"),
         ("550.54.15", None, "12.8", "libcuda.so.1 cannot be loaded. In Docker, add --gpus all"),
     ],
 )  # fmt: skip

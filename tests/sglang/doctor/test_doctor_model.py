@@ -236,8 +236,8 @@ def test_window_that_sglang_does_not_apply_is_said(model_folder):
 @pytest.mark.parametrize(
     ("heads", "tp", "why"),
     [
-        ((64, 8), 3, "--tp 3: .* has 64 query heads, which 3 GPUs cannot share; use 1, 2, 4, 8, 16, 32, 64"),
-        ((24, 4), 6, "--tp 6: .* has 4 KV heads, which 6 GPUs cannot share; use 1, 2, 4, 8, 12, 24"),
+        ((64, 8), 3, "--tp 3: .* has 64 query heads, which 3 GPUs cannot share. Use 1, 2, 4, 8, 16, 32, 64"),
+        ((24, 4), 6, "--tp 6: .* has 4 KV heads, which 6 GPUs cannot share. Use 1, 2, 4, 8, 12, 24"),
         ((12, 2), 3, "--tp 3: .* has 2 KV heads"),
         ((12, 3), 2, "--tp 2: .* has 3 KV heads"),
         ((64, 8), 8, None),
@@ -259,7 +259,7 @@ def test_gpus_that_cannot_share_linear_attention():
     model = SimpleNamespace(
         num_attention_heads=16, get_total_num_kv_heads=lambda: 2, hf_text_config=config, model_path="m"
     )
-    with pytest.raises(KVQuantError, match="4 key heads in its layers of linear attention.*use 1, 2, 4"):
+    with pytest.raises(KVQuantError, match="4 key heads in its layers of linear attention.*Use 1, 2, 4"):
         checks.check_division(model, 8)
 
 
@@ -269,7 +269,7 @@ def test_file_that_this_user_may_not_read_is_named(model_folder, monkeypatch):
     weights.write_bytes(b"")
     weights.chmod(0o600)
     monkeypatch.setattr(doctor_model.os, "access", lambda path, mode: Path(path) != weights)  # root may read everything
-    with pytest.raises(KVQuantError, match="model.safetensors cannot be read: .* mode 0600, .*; chmod a.r it"):
+    with pytest.raises(KVQuantError, match="model.safetensors cannot be read: .* mode 0600, .*. Run chmod a.r on it"):
         ask(model)
 
 
@@ -277,7 +277,7 @@ def test_file_that_this_user_may_not_read_is_named(model_folder, monkeypatch):
 def test_method_that_is_none_of_ours(method):
     with pytest.raises(KVQuantError, match=f"--method {method}: ") as error:
         ask(QWEN3, "--method", method)
-    assert "none," not in str(error.value) and "choose one of oscar, " in str(error.value)
+    assert "none," not in str(error.value) and "Choose one of oscar, " in str(error.value)
 
 
 @pytest.mark.parametrize("argv", [("--memory", "0"), ("--tp", "0"), ("--method", "int3"), ("--bits", "9")])
@@ -301,7 +301,7 @@ def test_wrong_options(argv):
 def test_options_of_a_model_without_one(argv):
     result = CliRunner().invoke(app, ["doctor", *argv])
     assert isinstance(result.exception, KVQuantError) and f"{' '.join(argv)}: " in str(result.exception)
-    assert "add --model" in str(result.exception)
+    assert "Add --model" in str(result.exception)
 
 
 def test_memory_of_a_gpu_less_the_weights(monkeypatch, model_folder, tmp_path):

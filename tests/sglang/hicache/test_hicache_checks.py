@@ -62,7 +62,7 @@ def test_what_passes():
 def test_older_releases_say_which_to_use(release, version):
     release(version)
     assert f"SGLang {version} has a prefix cache that keeps plain BF16 rows" in refused()
-    assert "use SGLang 0.5.22 or 0.5.23" in refused()
+    assert "Use SGLang 0.5.22 or 0.5.23" in refused()
 
 
 @pytest.fixture
@@ -82,11 +82,11 @@ def resolved(monkeypatch):
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
-        ({"states": True}, "when recurrent states come back from the host .* leave out --enable-hierarchical-cache"),
+        ({"states": True}, "when recurrent states come back from the host .* Leave out --enable-hierarchical-cache"),
         ({"is_hybrid_swa": True, "hicache_storage_backend": "file"}, "windows without a checksum"),
-        ({"is_hybrid_swa": True, "speculative_algorithm": "NGRAM"}, "leave out --speculative-algorithm"),
-        ({"kv_canary": "raise"}, "leave out --kv-canary"),
-        ({"config": SimpleNamespace(episodic=SimpleNamespace(policy="epicache"))}, "use --episodic-policy retrieve"),
+        ({"is_hybrid_swa": True, "speculative_algorithm": "NGRAM"}, "Leave out --speculative-algorithm"),
+        ({"kv_canary": "raise"}, "Leave out --kv-canary"),
+        ({"config": SimpleNamespace(episodic=SimpleNamespace(policy="epicache"))}, "Use --episodic-policy retrieve"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
@@ -109,7 +109,7 @@ def test_chosen_pages_need_names_with_namespaces(resolved, monkeypatch):
     for config, env in ((SESSIONS, None), (CONFIG, "1")):
         if env:
             monkeypatch.setenv(checks.ENABLED, env)
-        with pytest.raises(KVQuantError, match="names stored pages by their tokens alone.*use 0.5.23"):
+        with pytest.raises(KVQuantError, match="names stored pages by their tokens alone.*Use 0.5.23"):
             resolved(config)
 
 

@@ -50,7 +50,7 @@ def test_cached_bytes_are_not_hashed(pool, mode):
     from sglang_kvq.sglang.memory.pool import KVQuantPool
 
     canary.register(KVQuantPool)
-    with pytest.raises(KVQuantError, match="--kv-canary-real-data.*leave the flag out"):
+    with pytest.raises(KVQuantError, match="--kv-canary-real-data.*Leave the flag out"):
         _attach(pool, mode)
 
 

@@ -138,7 +138,7 @@ def test_plain_models_are_served(monkeypatch):
     [
         ({"is_hybrid_swa": True}, "a model with sliding windows and --pp-size 2: not tried"),
         ({"states": True}, "a model with recurrent states and --pp-size 2: not tried"),
-        ({"num_hidden_layers": 1}, "--pp-size 2: the model has 1 layers; use at most 1."),
+        ({"num_hidden_layers": 1}, "--pp-size 2: the model has 1 layers. Use at most 1."),
     ],
     ids=["windows", "states", "layers"],
 )

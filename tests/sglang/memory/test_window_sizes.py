@@ -255,7 +255,7 @@ def test_without_a_radix_tree_ours_is_used_too(configured):
 
 def test_no_memory_is_said(configured):
     with pytest.raises(
-        SystemExit, match="do not hold a single page in addition to the sliding windows; raise --mem-fraction-static"
+        SystemExit, match="do not hold a single page in addition to the sliding windows. Raise --mem-fraction-static"
     ):
         configured().calculate_pool_sizes(10_000, PAGE_SIZE)
 

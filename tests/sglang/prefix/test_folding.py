@@ -113,7 +113,7 @@ def test_without_room_it_is_to_be_sent_again(served):
     model.ask(request, spread(3 * P, 6 * P), 6 * P)
     reason = fail(model, request)
     assert (reason["type"], reason["status_code"]) == ("abort", 503)
-    assert "no room for the 192 tokens of a fold; send the request again" in reason["message"]
+    assert "no room for the 192 tokens of a fold. Send the request again" in reason["message"]
     assert model.allocator.available_size() == 8 * P
     model.check_empty()
 
@@ -230,7 +230,7 @@ def test_methods_whose_tokens_cannot_move_do_not_start(served, monkeypatch):
     state = runtime.started()
     monkeypatch.setattr(state, "config", KVQuantConfig("kivi"))
     monkeypatch.setattr(state, "geometry", KVGeometry(1, (PageFormat(64, 64, k=CodeFormat(axis="channel")),)))
-    with pytest.raises(KVQuantError, match="--kv-quant kivi: keys in .* per channel.*choose one of oscar"):
+    with pytest.raises(KVQuantError, match="--kv-quant kivi: keys in .* per channel.*Choose one of oscar"):
         folding.serve(lambda req, fold: None)
 
 

@@ -154,8 +154,8 @@ def test_what_never_fits_ends_with_an_error(model):
     req = ask(history, 12)
     admitted, _ = schedule(model, req)
     assert req.problem == (
-        "sglang-kvq: the KV cache of 1920 tokens is too small for a history of 1280 tokens and copies of 768 of them; "
-        "lower --episodic-budget, or give the cache more memory."
+        "sglang-kvq: the KV cache of 1920 tokens is too small for a history of 1280 tokens and copies of 768 of them. "
+        "Lower --episodic-budget, or give the cache more memory."
     )
     assert admitted == [req] and len(req.get_fill_ids()) == 1 and selections.offset_of(req) == 0
     end(model, req)

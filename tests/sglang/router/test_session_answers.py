@@ -15,7 +15,7 @@ from sglang_kvq.sglang.router import answers as session_answers
 from tests.sglang.router import test_session_episodes as episodes
 from tests.sglang.router.session_model import LONG, Manager, http, request_of
 
-EVICTED = f"sglang-kvq: 64 of 1600 tokens of the history are {GONE}; send them again."
+EVICTED = f"sglang-kvq: 64 of 1600 tokens of the history are {GONE}. Send them again."
 SENTENCE = ["The ", "capital ", "is ", "Paris."]
 
 
@@ -105,7 +105,7 @@ def test_another_answer_ends_with_an_error_instead_of_being_spliced(other):
     outs = ask(Scripted([*SENTENCE[:3], reason(EVICTED, HTTPStatus.BAD_REQUEST)], other), stream=True)
     assert heard(outs) == "The capital is "
     assert ending(outs)["type"] == "abort" and ending(outs)["status_code"] is HTTPStatus.SERVICE_UNAVAILABLE
-    assert "send the request again" in ending(outs)["message"]
+    assert "Send the request again" in ending(outs)["message"]
     assert outs[-1]["text"] == "The capital is " and outs[-1]["meta_info"]["completion_tokens"] == 3
 
 

@@ -158,7 +158,7 @@ def test_what_was_evicted_is_built_again():
 
 def test_no_room_waits_and_then_says_so(monkeypatch):
     monkeypatch.setattr("sglang_kvq.sglang.router.episodes.PAUSE", 1e-4)
-    full = [ValueError("sglang-kvq: no room for the 384 tokens of a fold; send the request again.") for _ in range(20)]
+    full = [ValueError("sglang-kvq: no room for the 384 tokens of a fold. Send the request again.") for _ in range(20)]
     manager = Manager(*full[:3])
     manager.ask(LONG)
     assert len(manager.sent) == 3 + 4 + 1

@@ -44,7 +44,7 @@ def test_flags_reach_the_config():
 @pytest.mark.parametrize(
     "argv,message",
     [
-        (ON[2:], "--episodic-policy retrieve chooses pages of the quantized cache; add --kv-quant"),
+        (ON[2:], "--episodic-policy retrieve chooses pages of the quantized cache. Add --kv-quant"),
         (("--kv-quant", "int4", "--episodic-budget", "4096"), "--episodic-budget has no effect without"),
         ((*ON, "--episodic-budget", "1024"), "--episodic-budget 1024: sinks and recent tokens"),
     ],
@@ -60,12 +60,12 @@ def test_a_device_that_is_not_here(monkeypatch):
         raise AssertionError("Torch not compiled with CUDA enabled")
 
     monkeypatch.setattr("torch.empty", refuses)
-    with pytest.raises(KVQuantError, match=r"--episodic-embedder-device cuda:3: Torch not .* give cpu"):
+    with pytest.raises(KVQuantError, match=r"--episodic-embedder-device cuda:3: Torch not .* Give cpu"):
         session_router.load_embedder("folder", "cuda:3")
 
 
 def test_a_device_without_such_a_name():
-    with pytest.raises(KVQuantError, match=r"--episodic-embedder-device gpu: .* give cpu"):
+    with pytest.raises(KVQuantError, match=r"--episodic-embedder-device gpu: .* Give cpu"):
         session_router.load_embedder("folder", "gpu")
 
 
