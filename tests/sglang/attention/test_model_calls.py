@@ -292,7 +292,7 @@ def test_attention_of_models_that_can_fuse(serving, on_cuda, monkeypatch, family
         (dict(k=None, v=None), "another layer's keys and values"),
         (dict(q_rope=torch.zeros(1), k_rope=torch.zeros(1)), "q_rope=..., k_rope=..."),
         (dict(return_lse=True), "return_lse=..."),
-        (dict(idx_q=torch.zeros(1), idx_k=torch.zeros(1), idx_v=None), "idx_q=..., idx_k=...;"),
+        (dict(idx_q=torch.zeros(1), idx_k=torch.zeros(1), idx_v=None), "idx_q=..., idx_k=.... "),
         (dict(score_mod=print, aux_tensors=[]), "score_mod=..., aux_tensors=..."),
     ],
     ids=lambda value: "+".join(value) if isinstance(value, dict) else "",
