@@ -113,7 +113,7 @@ def shown(title: str, workload: str, method: str, field: str = "output_tokens_pe
 
 @pytest.mark.parametrize(
     ("cells", "workload"),
-    zip(tables(PERFORMANCE, "## Workloads\n"), ("200", "1k", "8k", "48k", "chats", "mix"), strict=True),
+    list(zip(tables(PERFORMANCE, "## Workloads\n"), ("200", "1k", "8k", "48k", "chats", "mix"), strict=True)),
     ids=lambda x: x if isinstance(x, str) else "",
 )
 def test_workloads(cells: list[str], workload: str) -> None:
