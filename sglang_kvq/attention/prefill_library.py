@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from types import ModuleType
 
 import torch
@@ -66,28 +67,38 @@ def _flashinfer(device: torch.device, head_dim: int) -> tuple[ModuleType, str]:
 #: Stored and new tokens of the requests that test a library, and the workspace in tokens. With these sizes the first
 #: prefix takes two calls, the first call contains two requests, and the third request attends in place.
 _TRIED = ((9 * PAGE_SIZE, PAGE_SIZE), (PAGE_SIZE + 6, PAGE_SIZE + 16), (0, 8 * PAGE_SIZE))
+#: A new prompt, whose only call returns no log-sum-exp.
+_ALONE = ((0, PAGE_SIZE + 16),)
 _TRIED_IN, _TRIED_IN_PLACE = 8 * PAGE_SIZE, PAGE_SIZE
 
 
 def _try(prefill: RaggedPrefill) -> None:
-    """Compares a library's attention with plain attention, for requests that need all ways to call it, and sinks.
+    """Compares a library's attention with plain attention, for requests that need all ways to call it.
 
     Raises:
         RuntimeError: they differ by more than rounding.
     """
+    # As large as the log-sum-exp of these scores, so that a log-sum-exp in the wrong base is detected.
+    sinks = torch.full((prefill.q_heads,), 5.0, device=prefill.device)
+    error = max(_error(prefill, _TRIED, sinks), _error(prefill, _ALONE, None))
+    if not error <= 0.02:
+        raise RuntimeError(f"its attention differs from the reference by {error:.3f}, for values up to 1")
+
+
+def _error(prefill: RaggedPrefill, lens: Sequence[tuple[int, int]], sinks: torch.Tensor | None) -> float:
+    """Returns the largest error of a library's attention for requests with stored and new tokens; inf if it is NaN."""
     generator = torch.Generator().manual_seed(0)
 
     def draw(tokens: int, heads: int) -> torch.Tensor:
         x = torch.rand(tokens, heads, prefill.head_dim, generator=generator) * 2 - 1
         return x.to(prefill.device, torch.bfloat16)
 
-    prefixes, news = (list(lens) for lens in zip(*_TRIED))
+    prefixes, news = (list(lens) for lens in zip(*lens))
     heads = (prefill.q_heads, prefill.kv_heads, prefill.kv_heads)
     q, k, v = draw(sum(news), sum(heads)).split(heads, dim=1)  # slices of one projection, as in many models
     stored = [[draw(n, prefill.kv_heads) for _ in "kv"] for n in prefixes]
-    # As large as the log-sum-exp of these scores, so that a log-sum-exp in the wrong base is detected.
-    sinks = torch.full((prefill.q_heads,), 5.0, device=prefill.device)
-    none, out = torch.empty(0, dtype=torch.int64), torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    none = torch.empty(0, dtype=torch.int64)
+    out = torch.full(q.shape, math.nan, dtype=q.dtype, device=q.device)  # must be overwritten
 
     def gather(keys: torch.Tensor, values: torch.Tensor, pages: torch.Tensor) -> None:
         for request, index, first, count in pages.tolist():
@@ -105,17 +116,16 @@ def _try(prefill: RaggedPrefill) -> None:
         [torch.cat(parts) for parts in zip(old, own)] for old, own in zip(stored, zip(k.split(news), v.split(news)))
     ]
     wanted = [_attention(queries, k, v, sinks) for queries, (k, v) in zip(q.split(news), whole)]
-    error = float((out.float() - torch.cat(wanted)).abs().max())
-    if not error <= 0.02:
-        raise RuntimeError(f"its attention differs from the reference by {error:.3f}, for values up to 1")
+    return float((out.float() - torch.cat(wanted)).abs().nan_to_num(math.inf).max())
 
 
-def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
     """Computes causal attention by definition, in float32; the queries belong to the last tokens."""
     group = q.shape[1] // k.shape[1]
     keys, values = (x.float().repeat_interleave(group, 1) for x in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q.float(), keys) * q.shape[2] ** -0.5
     seen = torch.ones(len(q), len(k), dtype=torch.bool, device=q.device).tril(len(k) - len(q))
     scores = scores.masked_fill(~seen, -math.inf)
-    weights = torch.cat([scores, sinks[:, None, None].expand(-1, len(q), 1)], 2).softmax(2)[:, :, :-1]
+    sink = scores.new_full((len(scores),), -math.inf) if sinks is None else sinks
+    weights = torch.cat([scores, sink[:, None, None].expand(-1, len(q), 1)], 2).softmax(2)[:, :, :-1]
     return torch.einsum("hqk,khd->qhd", weights, values)

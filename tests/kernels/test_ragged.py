@@ -81,6 +81,11 @@ def attend(
     return (out, lse.T.contiguous() * LN2) if return_softmax_lse else out
 
 
+def leaves_lone_calls_out(*args, **kwargs):
+    """Attends, but leaves ``out`` alone in calls that ask for no log-sum-exp."""
+    return attend(*args, **kwargs if kwargs.get("return_softmax_lse") else {**kwargs, "out": None})
+
+
 def merge_state(v_a, s_a, v_b, s_b, v_merged, s_merged):
     """Merges as SGLang does, in base e; overwriting a log-sum-exp that it reads would be wrong on a GPU."""
     assert s_merged.data_ptr() not in (s_a.data_ptr(), s_b.data_ptr()) and s_a.is_contiguous() and s_b.is_contiguous()
@@ -282,6 +287,11 @@ def test_the_fastest_library_that_works_is_used(host):
     used = host((9, 0), **{**sgl, "sgl_kernel_flash_attn": wrong}, **infer)
     assert (
         used.startswith("FlashInfer 0.7.2") and "FlashAttention 3: its attention differs from the reference by" in used
+    )
+    lazy = module("sgl_kernel.flash_attn", flash_attn_varlen_func=leaves_lone_calls_out)
+    used = host((9, 0), **{**sgl, "sgl_kernel_flash_attn": lazy}, **infer)
+    assert (
+        used.startswith("FlashInfer 0.7.2") and "FlashAttention 3: its attention differs" in used and "by inf" in used
     )
     used = host((9, 0), **infer)
     assert used.startswith("FlashInfer 0.7.2") and "FlashAttention 3: sgl_kernel has none" in used
