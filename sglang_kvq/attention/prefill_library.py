@@ -93,7 +93,7 @@ def _error(prefill: RaggedPrefill, lens: Sequence[tuple[int, int]], sinks: torch
         x = torch.rand(tokens, heads, prefill.head_dim, generator=generator) * 2 - 1
         return x.to(prefill.device, torch.bfloat16)
 
-    prefixes, news = (list(lens) for lens in zip(*lens))
+    prefixes, news = (list(each) for each in zip(*lens))
     heads = (prefill.q_heads, prefill.kv_heads, prefill.kv_heads)
     q, k, v = draw(sum(news), sum(heads)).split(heads, dim=1)  # slices of one projection, as in many models
     stored = [[draw(n, prefill.kv_heads) for _ in "kv"] for n in prefixes]

@@ -9,7 +9,6 @@ import random
 from typing import Any
 
 import torch
-from triton.runtime.jit import JITFunction
 
 from sglang_kvq.attention import triton_ops
 from sglang_kvq.attention.base import ExtendBatch, LayerRotations
@@ -23,13 +22,13 @@ from sglang_kvq.constants import PAGE_SIZE as P
 from sglang_kvq.formats.page import PageFormat
 from sglang_kvq.formats.planes import PlaneCode, PlaneFormat
 from tests.kernels import no_gpu
+from tests.kernels.no_gpu import compiled
 
 Q_HEADS, KV_HEADS, D, PAGES, ROWS, SMS = 32, 8, 128, 300, 9, 132
 FORMATS = {
     "oscar": [PageFormat(D, D)] * 2,
     "two widths": [PlaneFormat(D, PlaneCode((4, 3, 1, 0)), PlaneCode((2, 1, 1, 0))), PageFormat(D, D)],
 }
-compiled: list[str] = []
 
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, **how: Any) -> object:
@@ -63,14 +62,8 @@ def prefill(ops: TritonOps, lens: list[tuple[int, int]]) -> None:
         ops.rotate_output(layer, ops.extend(layer, *rotated, batch, 0.1))
 
 
-def note(self: JITFunction, key: str, signature: Any, device: int, *rest: Any) -> no_gpu.Nothing:
-    compiled.append(self.fn.__name__)
-    return self.device_caches[device][0].setdefault(key, no_gpu.Nothing())
-
-
 def main() -> None:
     no_gpu.install()
-    JITFunction._do_compile = note
     triton_ops.INTERPRETED = True  # only lets the operations start without a GPU
     for name, formats in FORMATS.items():
         for library in (True, False):

@@ -1,10 +1,14 @@
 """A driver for Triton without a GPU: nothing is compiled or launched; launches are only recorded.
 
-Kernels must not be interpreted, so scripts that use this run in a process of their own.
+Kernels must not be interpreted, so scripts that use this run in a process of their own (``output_of``).
 """
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +19,8 @@ from triton.runtime.jit import JITFunction
 
 #: Launches: the compiled kernel, its function, the grid and the arguments.
 noted: list[tuple[Any, ...]] = []
+#: Names of the kernels that Triton would have compiled, in order.
+compiled: list[str] = []
 #: The GPU in use.
 STATE = SimpleNamespace(device=0)
 
@@ -36,6 +42,7 @@ class Nothing(CompiledKernel):
 
 def _compile_nothing(self: JITFunction, key: str, signature: Any, device: int, *rest: Any) -> Nothing:
     """Replaces ``JITFunction._do_compile``."""
+    compiled.append(self.fn.__name__)
     return self.device_caches[device][0].setdefault(key, Nothing())
 
 
@@ -55,3 +62,12 @@ class _Driver:
 def install() -> None:
     driver.set_active(_Driver())
     JITFunction._do_compile = _compile_nothing
+
+
+def output_of(module: str, *words: str, timeout: float = 300) -> str:
+    """Runs a script in a separate process, where kernels are not interpreted; returns what it prints."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    command, root = [sys.executable, "-m", module, *words], Path(__file__).resolve().parents[2]
+    done = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, timeout=timeout)
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    return done.stdout

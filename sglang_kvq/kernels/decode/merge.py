@@ -42,9 +42,7 @@ def merge_splits(
     """
     batch, heads, d = out.shape
     # The items of a request if all have equal length; a request with more items takes several iterations.
-    chunk = min(_MOST, triton.next_power_of_2(-(-len(partial) // batch)))
-    if least > 1:
-        chunk = _IN_PREFILL
+    chunk = min(_MOST, triton.next_power_of_2(-(-len(partial) // batch))) if least == 1 else _IN_PREFILL
     columns = triton.next_power_of_2(d)
     if chunk > 16:  # few rows: spread each over several programs
         columns = min(columns, 32)

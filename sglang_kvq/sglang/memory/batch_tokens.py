@@ -18,10 +18,10 @@ def around_charge(
     """AROUND ``PrefillAdder._update_prefill_budget`` (``NEW_TREE``): gives back what SGLang counts beyond new tokens.
 
     The limits of memory still count whole pages. Without a prefix cache SGLang could then end a chunk in the middle of
-    a page, so nothing is given back there.
+    a page, so nothing is given back there. SGLang's own ``exact_chunk_fill`` always ends chunks so.
     """
     original(self, prefix_len, extend_input_len, *args, **kwargs)
-    if runtime.tiers() is None or self.tree_cache.disable or getattr(self, "exact_chunk_fill", False):
+    if runtime.tiers() is None or self.tree_cache.disable or self.exact_chunk_fill:
         return
     unused = self.ceil_paged_tokens(extend_input_len) - extend_input_len
     self.rem_input_tokens += unused
