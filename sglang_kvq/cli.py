@@ -405,7 +405,7 @@ def _engine(name: str, tp: int, arguments: list[str], **model: Any) -> Callable[
             keywords[key] = json.loads(value)
         except ValueError:  # a plain word
             keywords[key] = value
-    from sglang_kvq.sglang.attention.calibrate_engine import calibrate_on_engine
+    from sglang_kvq.sglang.calibration.calibrate_engine import calibrate_on_engine
 
     return partial(calibrate_on_engine, **keywords)
 

@@ -42,7 +42,8 @@ class KVQuantConfig:
             element. None means the method's default.
         seed: seed of random rotations; None means 0.
         episodic: the values of the ``--episodic-*`` flags; None without ``--episodic-policy``.
-        capture: ``FOLDER:CONTEXT:SKIP`` of ``sglang.capture_backend``, for ``kvq calibrate --engine sglang`` only.
+        capture: ``FOLDER:CONTEXT:SKIP`` of ``sglang.calibration.capture_backend``; only ``kvq calibrate --engine
+            sglang`` sets it.
         prefill_window: number of older tokens, before the recent ones, that a prefill may also read in BF16 while
             their BF16 copies still exist; a multiple of ``PAGE_SIZE``. With 0, prefill reads the same pages in BF16 as
             decoding.

@@ -8,6 +8,7 @@ every segment. ``rotate`` converts to the rotated basis and ``rotate_output`` co
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -63,6 +64,9 @@ class ExtendBatch:
         loc: int64 ``[sum(new_lens)]``, SGLang's location of each new token, without padding.
         direct_tokens: int64 ``[m]``: the index of the first token of each page that is quantized directly from the
             activations. Such a page is whole, and its tokens are consecutive.
+        bounds: int32 ``[n + 1]`` on the device: bounds of the requests' tokens, if a CUDA graph is captured that runs
+            other batches later. No request then has a stored prefix, and ``new_lens`` has only the total. Otherwise
+            None.
     """
 
     rows: torch.Tensor
@@ -70,6 +74,7 @@ class ExtendBatch:
     new_lens: list[int]
     loc: torch.Tensor
     direct_tokens: torch.Tensor
+    bounds: torch.Tensor | None = None
 
 
 class AttentionOps(ABC):
@@ -82,9 +87,16 @@ class AttentionOps(ABC):
     ``PageFormat.quantize_pages``.
     """
 
+    #: True if a CUDA graph can contain whole prefills of new prompts (``ExtendBatch.bounds``).
+    in_graphs = False
+
     def __init__(self, pool: PagePool, rotations: LayerRotations) -> None:
         self.pool = pool
         self.rotations = rotations
+
+    def own_buffers(self) -> AbstractContextManager[None]:
+        """Keeps buffers that layers share out of a CUDA graph that is captured meanwhile; the graph has its own."""
+        return nullcontext()
 
     @abstractmethod
     def rotate(

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 
 from sglang_kvq.attention.base import ExtendBatch
@@ -85,7 +86,6 @@ class RaggedPrefill:
         sms = torch.cuda.get_device_properties(self.device).multi_processor_count if self.device.type == "cuda" else 2
         self._least_tiles = -(-2 * sms // self.q_heads)
         self.in_place = in_place_tokens(self.kv_heads, self.head_dim)
-        self._takes_strides = isinstance(self.library, FlashAttention3)
         self._floats = torch.empty(size, dtype=torch.uint8, device=self.device)
         for _ in range(4):  # allocates pinned memory now, not while requests run
             self._add("auto")
@@ -95,8 +95,15 @@ class RaggedPrefill:
         tokens = sum(new_lens)
         return min(new_lens) > 0 and tokens >= max(LEAST_TOKENS, LEAST_PER_REQUEST * len(new_lens))
 
+    @property
+    def in_graphs(self) -> bool:
+        """True if a CUDA graph can contain the library's calls, because they read the bounds on the device."""
+        return isinstance(self.library, FlashAttention3)
+
     def plan(self, batch: ExtendBatch, scale: float) -> list[PlannedCall]:
         """Plans a batch for all layers. The host does not wait for the device."""
+        if batch.bounds is not None:
+            return [self._plan_graph(batch.bounds, sum(batch.new_lens), scale)]
         calls = plan_calls(batch.prefix_lens, batch.new_lens, self.capacity, self._least_tiles, self.in_place)
         parts = []
         for call in calls:
@@ -110,6 +117,13 @@ class RaggedPrefill:
             index = None if call.positions is None else positions
             planned.append(PlannedCall(call, taken[call.shape].wrapper, pages.view(-1, 4), index))
         return planned
+
+    def _plan_graph(self, bounds: torch.Tensor, tokens: int, scale: float) -> PlannedCall:
+        """Plans the one call of a CUDA graph over ``tokens`` tokens of requests without a stored prefix."""
+        wrapper = self.library.BatchPrefillWithRaggedKVCacheWrapper(self._floats, "NHD", backend="auto")
+        wrapper.plan_graph(bounds, tokens, scale)
+        call = Call((0, tokens), [tokens], [tokens], True, True, True, np.empty((0, 4), np.int32), None)
+        return PlannedCall(call, wrapper, bounds[:0].view(-1, 4), None)
 
     def _planned(self, call: Call, scale: float, taken: list[_Wrapper]) -> _Wrapper:
         """Returns a free wrapper that is not in ``taken``, after planning it for calls of this shape."""
@@ -146,7 +160,7 @@ class RaggedPrefill:
 
         out: see ``AttentionOps.extend``; sinks: see ``AttentionOps.decode``.
         """
-        if not self._takes_strides:
+        if not self.in_graphs:  # FlashAttention 3 takes any strides
             q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         if len(calls) == 1 and not calls[0].call.gathers and sinks is None:  # a short prompt waits for this host code
             calls[0].wrapper.run(q, k, v, out=out)

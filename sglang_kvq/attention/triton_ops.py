@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -125,6 +126,7 @@ class TritonOps(AttentionOps):
         self._r_v_back = None if outputs is None else split_rotation(outputs.transpose(-1, -2))
         self.order = StepOrder(can_overlap(pool.device))
         self.prefill, self.short = prefill, short
+        self.in_graphs = prefill is not None and prefill.in_graphs
         self.geometry = Geometry(q_heads, pool.kv_heads, pool.head_dim, self._sms)
         self._extend_plans: BatchPlans | None = None
         self._rotated: tuple[torch.Tensor | None, ...] = (None, None, None)
@@ -154,6 +156,14 @@ class TritonOps(AttentionOps):
         if old is not None:
             self._outgrown.append(old)
         self._verifications[count] = Verification(self.pool, self._records, self.q_heads, self._sms, count, batch)
+
+    @contextmanager
+    def own_buffers(self) -> Iterator[None]:
+        shared, self._rotated = self._rotated, (None, None, None)
+        try:
+            yield
+        finally:
+            self._rotated = shared
 
     def rotate(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
@@ -298,6 +308,8 @@ class TritonOps(AttentionOps):
 
     def _way(self, batch: ExtendBatch, cheap: bool) -> Callable[..., None]:
         """Returns the method that attends in layers whose records are cheap, or are not (``extend.is_cheap``)."""
+        if batch.bounds is not None and self.prefill is not None:  # ``in_graphs``
+            return partial(self._extend_ragged, self.prefill)
         library = self.prefill if self.prefill is not None and self.prefill.suits(batch.new_lens) else None
         capacity = library.capacity if library else self.slab_pages * PAGE_SIZE
         lens = (batch.prefix_lens, batch.new_lens)

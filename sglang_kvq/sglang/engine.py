@@ -25,7 +25,7 @@ def server_args_from_kwargs(original: type, **kwargs: Any) -> ServerArgs:
     """
     if not any(flag in kwargs for flag in (*flags.FIELDS, *episodic_flags.FIELDS)):
         return original(**kwargs)
-    capture = kwargs.pop("kv_quant_capture", None)  # not a flag: only ``attention.calibrate_engine`` sets it
+    capture = kwargs.pop("kv_quant_capture", None)  # not a flag: only ``calibration.calibrate_engine`` sets it
     headers = {name: kwargs.get(name) for name in ("episodic_tenant_header", "episodic_session_header")}
     config = flags.prepare(kwargs)
     if config is None:

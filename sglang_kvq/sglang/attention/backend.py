@@ -134,6 +134,18 @@ class KVQuantBackend(AttentionBackend):
             self.decoding = Decoding(rows[prefills:], seq_lens[prefills:], loc[here], here)
         self.direct_pages = self.tiers.plan_extend(rows, prefix_lens, seq_lens, longest, own[direct] // PAGE_SIZE)
 
+    def plan_graph(self, tokens: int, bounds: torch.Tensor, direct: torch.Tensor) -> None:
+        """Prepares the layers of a CUDA graph that later runs any new prompts of up to ``tokens`` tokens in all.
+
+        SGLang has prepared a batch of padding of this size, whose locations are in the buffer that it fills later.
+
+        Args:
+            bounds: see ``ExtendBatch``.
+            direct: int64 ``[2, n]``: ``ExtendBatch.direct_tokens``, and the pages that these become.
+        """
+        self.batch = ExtendBatch(self.batch.rows, [0], [tokens], self.batch.loc, direct[0], bounds)
+        self.scored, self.fresh, self.decoding, self.direct_pages = [], True, None, direct[1]
+
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         self.ops.reserve(max_bs)  # graphs pad batches to more rows than requests may run
         if (count := max_num_tokens // max_bs) > 1:

@@ -77,7 +77,7 @@ def create_backend(model_runner: ModelRunner) -> AttentionBackend:
     for line in describe(state.status):
         logger.info("kv-quant %s", line)
     if config.capture:
-        from sglang_kvq.sglang.attention.capture_backend import capture_backend
+        from sglang_kvq.sglang.calibration.capture_backend import capture_backend
 
         backend = capture_backend(model_runner, config.capture, ops, tiers, state.layer_ids)
     else:

@@ -367,7 +367,7 @@ def test_clips_mean_nothing_to_it():
 
 
 def test_an_engine_does_not_have_what_it_needs(llama, ids):
-    from sglang_kvq.sglang.attention.calibrate_engine import calibrate_on_engine
+    from sglang_kvq.sglang.calibration.calibrate_engine import calibrate_on_engine
 
     with pytest.raises(KVQuantError, match="--composition transform needs.*--engine out"):
         calibrate_on_engine("none", llama.config, ids, SETTINGS, lambda *done: None)

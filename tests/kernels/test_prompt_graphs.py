@@ -1,0 +1,211 @@
+"""Whole prefills of new prompts in one CUDA graph do what SGLang's graphs, with attention between them, do."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from sglang_kvq.attention import fa3
+from sglang_kvq.attention.base import LayerRotations
+from sglang_kvq.attention.ragged import RaggedPrefill
+from sglang_kvq.attention.triton_ops import TritonOps
+from sglang_kvq.cache.integrity import check_integrity
+from sglang_kvq.cache.pool import PagePool
+from sglang_kvq.cache.triton_tiers import TritonTierManager
+from sglang_kvq.constants import PAGE_SIZE as P
+from sglang_kvq.formats.page import PageFormat
+from tests.kernels.scene import ON_GPU
+from tests.kernels.test_ragged import FA3_STANDIN, ROUNDING
+
+DEVICE = "cuda" if ON_GPU else "cpu"
+LAYERS, Q_HEADS, KV_HEADS, D, ROWS, PAGES = 2, 4, 2, 128 if ON_GPU else 64, 20, 12
+WIDTHS = [Q_HEADS * D, KV_HEADS * D, KV_HEADS * D]
+SINKS, RECENT = 1, 1
+#: Relative error of two results that are both rounded to BF16.
+ROUNDING_TWICE = 2 * ROUNDING
+MODE = SimpleNamespace(is_idle=lambda: False, is_decode=lambda: False, is_target_verify=lambda: False)
+
+
+class Key(SimpleNamespace):
+    """SGLang's key of a graph."""
+
+    __hash__ = object.__hash__
+
+
+class Model:
+    """Layers of attention over one cache, whose inputs are in buffers, as in SGLang's graphs of ``size`` tokens.
+
+    ``runner`` is what SGLang calls: it captures ``forward``, and replays it as ``graphs`` say.
+    """
+
+    def __init__(self, size: int, whole: bool) -> None:
+        from sglang.srt.model_executor.runner_backend.breakable_cuda_graph_backend import BreakableCudaGraphBackend
+
+        from sglang_kvq.sglang.attention.backend import KVQuantBackend
+
+        draw = torch.Generator().manual_seed(1)
+        table = torch.zeros(ROWS, PAGES * P, dtype=torch.int32)
+        for row in range(1, ROWS):
+            table[row] = ((row - 1) * PAGES + 1) * P + torch.arange(PAGES * P)
+        self.pool = PagePool.allocate(
+            [PageFormat(D, D)] * LAYERS, kv_heads=KV_HEADS, pages=ROWS * PAGES, slots=80, req_to_token=table.to(DEVICE)
+        )
+        turn = torch.linalg.qr(torch.randn(LAYERS, 1, D, D, generator=draw))[0].to(DEVICE)
+        library = fa3.load(torch.device(DEVICE), D)[0] if ON_GPU else FA3_STANDIN
+        prefill = RaggedPrefill(library, Q_HEADS, KV_HEADS, D, torch.device(DEVICE), 8 * P)
+        self.ops = TritonOps(self.pool, LayerRotations(k=turn), Q_HEADS, max_batch=ROWS, prefill=prefill, short=None)
+        self.tiers = TritonTierManager(self.pool, SINKS, RECENT, self.ops.quantize_slots)
+        self.backend = KVQuantBackend(self.ops, self.tiers, range(LAYERS))
+        self.size, self.whole, self.eager = size, whole, 0
+        self.inputs = torch.zeros(LAYERS, size, sum(WIDTHS), dtype=torch.bfloat16, device=DEVICE)
+        self.loc = torch.zeros(size, dtype=torch.int64, device=DEVICE)
+        self.raw = size  # tokens without padding: what SGLang hands to attention between graphs
+        self.runner = SimpleNamespace(
+            _model_runner=SimpleNamespace(attn_backend=self.backend),
+            _graphs={},
+            _outputs={},
+            _copy_output_to_buffer=lambda *x: BreakableCudaGraphBackend._copy_output_to_buffer(None, *x),
+            _pool=None,
+            _capture_stream=torch.cuda.Stream() if ON_GPU else None,
+        )
+
+    def forward(self) -> torch.Tensor:
+        results = []
+        for layer, inputs in enumerate(self.inputs):
+            out = torch.zeros(self.size, Q_HEADS * D, dtype=torch.bfloat16, device=DEVICE)
+            n = self.size if self.backend.batch.bounds is not None else self.raw
+            q, k, v = inputs[:n].split(WIDTHS, 1)
+            of = SimpleNamespace(head_dim=D, layer_id=layer, scaling=D**-0.5, k_scale=None, v_scale=None)
+            got = self.backend.forward_extend(q, k, v, of, SimpleNamespace(forward_mode=MODE, _attn_output=out[:n]))
+            out[:n] = got
+            results.append(out)
+        return torch.stack(results, 1)
+
+    def capture(self) -> None:
+        from sglang_kvq.sglang.attention.prompt_graphs import around_capture_one
+
+        graphs, outputs = self.runner._graphs, self.runner._outputs
+        self.key = Key(size=self.size, variant_label=None)
+
+        def sglangs(runner, key, forward_fn, capture_inputs=None, post_warmup_hook=None):
+            def replay():
+                self.eager += 1
+                outputs[key].copy_(forward_fn())
+
+            outputs[key] = torch.zeros(self.size, LAYERS, Q_HEADS * D, dtype=torch.bfloat16, device=DEVICE)
+            graphs[key] = SimpleNamespace(replay=replay, _break_fns=[None] * LAYERS)
+
+        self.plan([0], [0], [self.size])
+        if self.whole:
+            around_capture_one(sglangs, self.runner, self.key, self.forward)
+        else:
+            sglangs(self.runner, self.key, self.forward)
+
+    def plan(self, rows: list[int], stored: list[int], new: list[int]) -> None:
+        """Fills the buffers that SGLang fills and plans the batch."""
+        loc = [self.pool.req_to_token[row, p : p + n] for row, p, n in zip(rows, stored, new) if row]
+        self.raw = sum(new)
+        self.loc.zero_()
+        if loc:
+            self.loc[: self.raw] = torch.cat(loc)
+        batch = SimpleNamespace(
+            forward_mode=MODE,
+            req_pool_indices=torch.tensor(rows, device=DEVICE),
+            extend_prefix_lens_cpu=stored,
+            extend_seq_lens_cpu=new,
+            out_cache_loc=self.loc,
+        )
+        self.backend.init_forward_metadata_out_graph(batch)
+
+    def prefill(self, rows: list[int], stored: list[int], new: list[int], seed: int) -> torch.Tensor:
+        draw = torch.Generator().manual_seed(seed)
+        self.inputs.fill_(99.0)
+        self.inputs[:, : sum(new)] = torch.randn(LAYERS, sum(new), sum(WIDTHS), generator=draw).bfloat16()
+        self.plan(rows, stored, new)
+        self.runner._graphs[self.key].replay()
+        return self.runner._outputs[self.key][: sum(new)].clone()
+
+
+@pytest.fixture
+def uncaptured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU, a captured function runs again instead."""
+    if not ON_GPU:
+        from sglang_kvq.sglang.attention import prompt_graphs
+
+        monkeypatch.setattr(prompt_graphs, "captured", lambda run, pool, stream: run)
+
+
+def pair(size: int) -> tuple[Model, Model]:
+    models = Model(size, True), Model(size, False)
+    for model in models:
+        model.capture()
+    return models
+
+
+def stored(model: Model) -> list[torch.Tensor]:
+    pool = model.pool
+    return [pool.bf16_pages[:, 1:], *(records[:, 1:] for records in pool.records), pool.page_slot, model.tiers.row_len]
+
+
+BATCHES = [[300], [192], [129], [64, 65, 1], [100, 200], [1] * 17, [16] * 16, [20], [320]]
+
+
+def test_answers_and_pages_are_those_of_sglangs_graphs(uncaptured):
+    """Bit for bit, for lone prompts, several, and padding; longer prompts also quantize pages directly."""
+    whole, parts = pair(5 * P)
+    assert whole.runner._graphs[whole.key]._direct.shape[1] == 3
+    for seed, new in enumerate(BATCHES):
+        for model in (whole, parts):
+            model.tiers.pending.free_rows(list(range(1, ROWS)))
+        rows = list(range(1, len(new) + 1))
+        eager = whole.eager
+        got, want = (model.prefill(rows, [0] * len(new), new, seed) for model in (whole, parts))
+        assert (whole.eager > eager) == (len(new) > 16), "more requests than a graph has"
+        if parts.ops.prefill.suits(new):  # both call the library
+            assert torch.equal(got, want), new
+        assert (got.float() - want.float()).norm() <= ROUNDING_TWICE * want.float().norm(), new
+        for mine, theirs in zip(stored(whole), stored(parts)):
+            assert torch.equal(mine, theirs), new
+    for model in (whole, parts):
+        check_integrity(model.tiers)
+
+
+def test_batches_with_a_stored_prefix_keep_sglangs_graphs(uncaptured):
+    whole, parts = pair(2 * P)
+    for seed, (before, new) in enumerate([([0, 0], [64, 30]), ([64, 0], [60, 60]), ([0], [128])]):
+        rows = list(range(1, len(new) + 1)) if seed < 2 else [3]
+        eager = whole.eager
+        got, want = (model.prefill(rows, before, new, seed) for model in (whole, parts))
+        assert (whole.eager > eager) == any(before) and torch.equal(got, want)
+
+
+@pytest.mark.parametrize("case", ["large", "prefix variant", "another break", "library", "subclass"])
+def test_what_cannot_be_captured_keeps_sglangs_graphs(uncaptured, monkeypatch, case):
+    from sglang_kvq.sglang.attention import prompt_graphs
+    from sglang_kvq.sglang.attention.backend import KVQuantBackend
+
+    graph = SimpleNamespace(_break_fns=[None] * (LAYERS + (case == "another break")), replay=None)
+    model = Model(P, True)
+    if case == "library":
+        model.ops.in_graphs = False
+    if case == "subclass":
+        model.backend.__class__ = type("Capture", (KVQuantBackend,), {})
+    key = SimpleNamespace(size=2048 if case == "large" else P, variant_label="x" if case == "prefix variant" else None)
+    model.runner._graphs = Fixed(graph)
+    prompt_graphs.around_capture_one(lambda *x: None, model.runner, key, model.forward)
+    assert model.runner._graphs.value is graph
+
+
+class Fixed:
+    """A mapping with one value, whatever the key."""
+
+    def __init__(self, value: object) -> None:
+        self.value = value
+
+    def __getitem__(self, key: object) -> object:
+        return self.value
+
+    def __setitem__(self, key: object, value: object) -> None:
+        self.value = value
