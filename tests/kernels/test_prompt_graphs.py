@@ -20,7 +20,7 @@ from tests.kernels.scene import ON_GPU
 from tests.kernels.test_ragged import FA3_STANDIN, ROUNDING
 
 DEVICE = "cuda" if ON_GPU else "cpu"
-LAYERS, Q_HEADS, KV_HEADS, D, ROWS, PAGES = 2, 4, 2, 128 if ON_GPU else 64, 20, 12
+LAYERS, Q_HEADS, KV_HEADS, D, ROWS, PAGES = 2, 4, 2, 128 if ON_GPU else 64, 40, 8
 WIDTHS = [Q_HEADS * D, KV_HEADS * D, KV_HEADS * D]
 SINKS, RECENT = 1, 1
 #: Relative error of two results that are both rounded to BF16.
@@ -37,8 +37,10 @@ class Key(SimpleNamespace):
 class Model:
     """Layers of attention over one cache, whose inputs are in buffers, as in SGLang's graphs of ``size`` tokens.
 
-    ``runner`` is what SGLang calls: it captures ``forward``, and replays it as ``graphs`` say.
+    ``runner`` takes the place of SGLang's object that captures ``forward`` and replays it.
     """
+
+    capturing: Model
 
     def __init__(self, size: int, whole: bool) -> None:
         from sglang.srt.model_executor.runner_backend.breakable_cuda_graph_backend import BreakableCudaGraphBackend
@@ -50,7 +52,7 @@ class Model:
         for row in range(1, ROWS):
             table[row] = ((row - 1) * PAGES + 1) * P + torch.arange(PAGES * P)
         self.pool = PagePool.allocate(
-            [PageFormat(D, D)] * LAYERS, kv_heads=KV_HEADS, pages=ROWS * PAGES, slots=80, req_to_token=table.to(DEVICE)
+            [PageFormat(D, D)] * LAYERS, kv_heads=KV_HEADS, pages=ROWS * PAGES, slots=150, req_to_token=table.to(DEVICE)
         )
         turn = torch.linalg.qr(torch.randn(LAYERS, 1, D, D, generator=draw))[0].to(DEVICE)
         library = fa3.load(torch.device(DEVICE), D)[0] if ON_GPU else FA3_STANDIN
@@ -58,7 +60,8 @@ class Model:
         self.ops = TritonOps(self.pool, LayerRotations(k=turn), Q_HEADS, max_batch=ROWS, prefill=prefill, short=None)
         self.tiers = TritonTierManager(self.pool, SINKS, RECENT, self.ops.quantize_slots)
         self.backend = KVQuantBackend(self.ops, self.tiers, range(LAYERS))
-        self.size, self.whole, self.eager = size, whole, 0
+        self.size, self.whole = size, whole
+        self.eager = 0  # how often SGLang's graphs, with attention between them, were replayed
         self.inputs = torch.zeros(LAYERS, size, sum(WIDTHS), dtype=torch.bfloat16, device=DEVICE)
         self.loc = torch.zeros(size, dtype=torch.int64, device=DEVICE)
         self.raw = size  # tokens without padding: what SGLang hands to attention between graphs
@@ -97,6 +100,7 @@ class Model:
             outputs[key] = torch.zeros(self.size, LAYERS, Q_HEADS * D, dtype=torch.bfloat16, device=DEVICE)
             graphs[key] = SimpleNamespace(replay=replay, _break_fns=[None] * LAYERS)
 
+        Model.capturing = self
         self.plan([0], [0], [self.size])
         if self.whole:
             around_capture_one(sglangs, self.runner, self.key, self.forward)
@@ -130,11 +134,25 @@ class Model:
 
 @pytest.fixture
 def uncaptured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a GPU, a captured function runs again instead."""
-    if not ON_GPU:
-        from sglang_kvq.sglang.attention import prompt_graphs
+    """Without a GPU, a captured function runs again instead, over the batch of its capture."""
+    if ON_GPU:
+        return
+    from sglang_kvq.sglang.attention import prompt_graphs
 
-        monkeypatch.setattr(prompt_graphs, "captured", lambda run, pool, stream: run)
+    def captured(run, pool, stream):
+        backend = Model.capturing.backend
+        held = {name: getattr(backend, name) for name in ("batch", "direct_pages", "fresh", "decoding", "scored")}
+        assert held["batch"].bounds is not None
+
+        def replay():
+            planned = {name: getattr(backend, name) for name in held}
+            vars(backend).update(held)
+            run()
+            vars(backend).update(planned)
+
+        return replay
+
+    monkeypatch.setattr(prompt_graphs, "captured", captured)
 
 
 def pair(size: int) -> tuple[Model, Model]:
@@ -146,26 +164,30 @@ def pair(size: int) -> tuple[Model, Model]:
 
 def stored(model: Model) -> list[torch.Tensor]:
     pool = model.pool
-    return [pool.bf16_pages[:, 1:], *(records[:, 1:] for records in pool.records), pool.page_slot, model.tiers.row_len]
+    return [pool.bf16_pages[:, 1:], *(records[1:] for records in pool.records), pool.page_slot, model.tiers.row_len]
 
 
-BATCHES = [[300], [192], [129], [64, 65, 1], [100, 200], [1] * 17, [16] * 16, [20], [320]]
+def check_answers(got: torch.Tensor, want: torch.Tensor, new: list[int], parts: Model) -> None:
+    """Answers are equal if both call the library; outside graphs, shorter prompts have our own kernel."""
+    assert (got.float() - want.float()).norm() <= ROUNDING_TWICE * want.float().norm(), new
+    assert torch.equal(got, want) or not parts.ops.prefill.suits(new), new
+
+
+BATCHES = [[256], [200], [64, 65, 1], [1] * 33, [5] * 32]
 
 
 def test_answers_and_pages_are_those_of_sglangs_graphs(uncaptured):
     """Bit for bit, for lone prompts, several, and padding; longer prompts also quantize pages directly."""
-    whole, parts = pair(5 * P)
-    assert whole.runner._graphs[whole.key]._direct.shape[1] == 3
+    whole, parts = pair(4 * P)
+    assert whole.runner._graphs[whole.key]._direct.shape[1] == 2
     for seed, new in enumerate(BATCHES):
         for model in (whole, parts):
             model.tiers.pending.free_rows(list(range(1, ROWS)))
         rows = list(range(1, len(new) + 1))
         eager = whole.eager
         got, want = (model.prefill(rows, [0] * len(new), new, seed) for model in (whole, parts))
-        assert (whole.eager > eager) == (len(new) > 16), "more requests than a graph has"
-        if parts.ops.prefill.suits(new):  # both call the library
-            assert torch.equal(got, want), new
-        assert (got.float() - want.float()).norm() <= ROUNDING_TWICE * want.float().norm(), new
+        assert (whole.eager > eager) == (len(new) > 32), "more requests than a graph has"
+        check_answers(got, want, new, parts)
         for mine, theirs in zip(stored(whole), stored(parts)):
             assert torch.equal(mine, theirs), new
     for model in (whole, parts):
@@ -178,7 +200,8 @@ def test_batches_with_a_stored_prefix_keep_sglangs_graphs(uncaptured):
         rows = list(range(1, len(new) + 1)) if seed < 2 else [3]
         eager = whole.eager
         got, want = (model.prefill(rows, before, new, seed) for model in (whole, parts))
-        assert (whole.eager > eager) == any(before) and torch.equal(got, want)
+        assert (whole.eager > eager) == any(before)
+        check_answers(got, want, new, parts)
 
 
 @pytest.mark.parametrize("case", ["large", "prefix variant", "another break", "library", "subclass"])
@@ -192,7 +215,7 @@ def test_what_cannot_be_captured_keeps_sglangs_graphs(uncaptured, monkeypatch, c
         model.ops.in_graphs = False
     if case == "subclass":
         model.backend.__class__ = type("Capture", (KVQuantBackend,), {})
-    key = SimpleNamespace(size=2048 if case == "large" else P, variant_label="x" if case == "prefix variant" else None)
+    key = SimpleNamespace(size=2304 if case == "large" else P, variant_label="x" if case == "prefix variant" else None)
     model.runner._graphs = Fixed(graph)
     prompt_graphs.around_capture_one(lambda *x: None, model.runner, key, model.forward)
     assert model.runner._graphs.value is graph

@@ -20,9 +20,9 @@ from sglang_kvq.sglang.attention.backend import KVQuantBackend
 from sglang_kvq.sglang.types import Original
 
 #: Most tokens of a batch that is captured whole: the GPU takes longer for more than the host for all launches.
-MOST_TOKENS = 1024
+MOST_TOKENS = 2048
 #: Most requests of such a batch.
-MOST_REQUESTS = 16
+MOST_REQUESTS = 32
 
 
 class PromptGraph:
