@@ -41,7 +41,7 @@ def give_bf16_pages(
     direct = rows[:0] if direct_pages is None else direct_pages
     start_kernel(
         _give, (1,), rows, seq_lens if prefix_lens is None else prefix_lens, seq_lens, len(rows), direct, len(direct),
-        step, first_slot, new_tokens, tables.arguments.first_page if restored is None else restored, tables.arguments,
+        step, first_slot, new_tokens, tables.arguments.first_page if restored is None else restored, tables.fixed,
         WINDOW=tables.window,
         DECODING=prefix_lens is None,
         ROWS=max(1, _ELEMENTS // tables.window.WIDTH),

@@ -34,7 +34,7 @@ def apply_events(tables: TierTables, spans: torch.Tensor, ids: torch.Tensor, eve
     """
     kinds = {"FREE": EVENT_FREE, "MOVE": EVENT_MOVE, "ALLOCATE": EVENT_ALLOCATE}
     has = {"SINK_CACHE": tables.keeps_sink_tokens, "SHARED": tables.shares_memory}
-    start_kernel(_apply, (1,), spans, ids, events, tables.arguments, **kinds, **has, BLOCK=_BLOCK, num_warps=8)
+    start_kernel(_apply, (1,), spans, ids, events, tables.fixed, **kinds, **has, BLOCK=_BLOCK, num_warps=8)
 
 
 @triton.jit(do_not_specialize=["spans", "ids", "events"], do_not_specialize_on_alignment=["spans", "ids"])

@@ -31,7 +31,7 @@ def set_ranges(
     lens, window = (seq_lens, tables.window) if prefix_lens is None else (prefix_lens, tables.prefill_window)
     prefill = prefix_lens is not None
     start_kernel(
-        _ranges, grid, rows, lens, seq_lens, step, tables.arguments,
+        _ranges, grid, rows, lens, seq_lens, step, tables.fixed,
         WINDOW=window, PAGES=_PAGES, PREFILL=prefill, num_warps=4,
     )  # fmt: skip
 
