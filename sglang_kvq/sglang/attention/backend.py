@@ -132,7 +132,8 @@ class KVQuantBackend(AttentionBackend):
         if prefills < len(new):
             here = slice(len(own), tokens)
             self.decoding = Decoding(rows[prefills:], seq_lens[prefills:], loc[here], here)
-        self.direct_pages = self.tiers.plan_extend(rows, prefix_lens, seq_lens, longest, own[direct] // PAGE_SIZE)
+        ids = own[direct] // PAGE_SIZE if pages.size else direct  # short prompts have none
+        self.direct_pages = self.tiers.plan_extend(rows, prefix_lens, seq_lens, longest, ids)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         self.ops.reserve(max_bs)  # graphs pad batches to more rows than requests may run
