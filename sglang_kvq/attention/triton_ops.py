@@ -97,6 +97,7 @@ class TritonOps(AttentionOps):
         self.q_heads = q_heads
         self.slab_pages = (slab_tokens or workspace_tokens(pool.kv_heads, pool.head_dim)) // PAGE_SIZE
         self._records: list[Record | PlaneRecord] = [record_of(format, pool.page_stride) for format in pool.formats]
+        self._stores = [(store, record_of(store.format, pool.page_stride)) for store in pool.stores]
         self._cheap = [is_cheap(record, pool.head_dim) for record in self._records]
         self._launches: list[DecodeLaunch] = [
             launch or decode_launch(pool.head_dim, q_heads // pool.kv_heads, record, pool.kv_heads)
@@ -228,8 +229,7 @@ class TritonOps(AttentionOps):
 
     def quantize_slots(self, slots: torch.Tensor, pages: torch.Tensor, count: torch.Tensor) -> None:
         pool = self.pool
-        for store in pool.stores:
-            record = record_of(store.format, pool.page_stride)
+        for store, record in self._stores:
             rest = (pool.ranks, pool.bf16_pages, slots, pages, count, self._sms * 16)
             quantize_slots(store.records, record, store.layer_ids, *rest)
 
@@ -238,8 +238,8 @@ class TritonOps(AttentionOps):
         if pool.sink_cache is None:
             return
         tables = (pool.page_slot, pool.bf16_pages, pool.sink_cache.entry, pool.sink_cache.tokens)
-        for store in pool.stores:
-            restore_pages(pages, store.records, record_of(store.format, pool.page_stride), store.layer_ids, *tables)
+        for store, record in self._stores:
+            restore_pages(pages, store.records, record, store.layer_ids, *tables)
 
     def plan_attention(self, rows: torch.Tensor, seq_lens: torch.Tensor) -> None:
         self.reserve(len(rows))

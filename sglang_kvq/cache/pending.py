@@ -33,9 +33,9 @@ class MovedBF16Pages(NamedTuple):
 
 
 class FreedRows(NamedTuple):
-    """Rows int64 ``[n]`` of ``req_to_token`` that were given back; the tensor is on the host until it is drained."""
+    """Rows of ``req_to_token`` that were given back."""
 
-    rows: torch.Tensor
+    rows: list[int]
 
 
 class CopiedPages(NamedTuple):
@@ -147,7 +147,7 @@ class PendingOps:
     def free_rows(self, rows: list[int]) -> None:
         """Records that rows of ``req_to_token`` were given back, so their windows are no longer pinned."""
         if rows:
-            self._events.append(FreedRows(torch.tensor(rows, dtype=torch.int64)))
+            self._events.append(FreedRows(rows))
 
     def copy_pages(self, source: torch.Tensor, target: torch.Tensor, windows: torch.Tensor) -> None:
         """Records that the next plan copies pages ``source`` to ``target`` int64 ``[n]``; see ``CopiedPages``.
@@ -204,10 +204,10 @@ class PendingOps:
         first = 0
         for event in self._take(until_fill=True):
             if isinstance(event, FreedRows):
-                rows += event.rows.tolist()
+                rows += event.rows
                 continue
             ids = [ids for ids in event if isinstance(ids, torch.Tensor)]
-            kind, count = _KINDS[type(event)], len(ids[0])
+            kind, count = _KINDS[type(event)], ids[0].shape[0]
             if kind != EVENT_MOVE and spans and spans[-1][0] == kind:
                 spans[-1][2] += count
             else:

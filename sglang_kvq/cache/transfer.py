@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -17,11 +18,13 @@ def to_device(
     """Copies vectors of integers to the device in one copy, each aligned to 16 bytes; the host does not wait."""
     sizes = [len(part) for part in parts]
     aligned = _ALIGNED // dtype.itemsize
-    room = [-(-size // aligned) * aligned for size in sizes]
-    host = torch.zeros(sum(room), dtype=dtype, pin_memory=device.type == "cuda")
-    for target, part in zip(host.split(room), parts):
-        target[: len(part)] = torch.from_numpy(part)
-    return [x[:size] for x, size in zip(host.to(device, non_blocking=True).split(room), sizes)]
+    starts = [0, *accumulate(-(-size // aligned) * aligned for size in sizes)]
+    host = torch.empty(starts[-1], dtype=dtype, pin_memory=device.type == "cuda")
+    array = host.numpy()  # shares the memory; an assignment takes much less time than one of torch
+    for start, size, part in zip(starts, sizes, parts):
+        array[start : start + size] = part
+    copied = host.to(device, non_blocking=True)
+    return [copied[start : start + size] for start, size in zip(starts, sizes)]
 
 
 class LateCopy:

@@ -240,7 +240,8 @@ _SCHEDULER: tuple[Hook, ...] = (
     subclass(f"{_PAGED}.PagedTokenToKVPoolAllocator.alloc(need_size)", "pages of a shared memory", only=NEW_TREE),
     subclass(f"{_PAGED}.PagedTokenToKVPoolAllocator.alloc_extend("
          "prefix_lens, prefix_lens_cpu, seq_lens, seq_lens_cpu, last_loc, extend_num_tokens, num_new_pages)",
-         "pages of a shared memory", only=NEW_TREE),
+         "pages of prompts, and of a shared memory"),
+    call(f"{_PAGED}.PagedTokenToKVPoolAllocator.merge_and_sort_free()", "pages of prompts"),
     subclass(f"{_PAGED}.PagedTokenToKVPoolAllocator.alloc_decode(seq_lens, seq_lens_cpu, last_loc)",
          "pages of a shared memory", only=NEW_TREE),
     subclass("mem_cache.allocator.base.BaseTokenToKVPoolAllocator.create_prefill_budget("

@@ -28,7 +28,8 @@ def check_when_idle(original: Original, self: Any) -> None:
     if state is None or state.tiers is None or (state.tiers.steps == state.checked and not state.tiers.pending):
         return
     if state.watch is not None:
-        state.watch.look()  # the next batch, which would look, may come much later
+        state.watch.look()  # the next batch, which would do both, may come much later
+        state.watch.ask()
     now = time.monotonic()
     if state.tiers.steps != state.last_step:
         state.last_step, state.idle_since = state.tiers.steps, now

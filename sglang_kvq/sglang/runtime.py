@@ -48,6 +48,9 @@ class Checkable(Protocol):
 class Watch(Protocol):
     """The part of ``error_watch.ErrorWatch`` that ``observe`` uses."""
 
+    def ask(self) -> None:
+        """Requests the count of errors from the device, at most once a second."""
+
     def look(self) -> None:
         """Logs an error of the tiers, once its count has arrived from the device."""
 

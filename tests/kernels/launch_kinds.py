@@ -1,11 +1,12 @@
 """Compares ``start_kernel`` with Triton's own launches for randomly drawn arguments; test_launch.py runs this script.
 
 ``no_gpu`` records which compiled kernel would run, and with which arguments. Triton looks the kernel up as it does on a
-GPU.
+GPU. Triton always gets plain tuples, some of which are ``Fixed`` for ``start_kernel``.
 """
 
 from __future__ import annotations
 
+import weakref
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_kvq.kernels.device import launch
-from sglang_kvq.kernels.device.launch import start_kernel
+from sglang_kvq.kernels.device.launch import Fixed, start_kernel
 from sglang_kvq.kernels.device.shape import shape_of
 from tests.kernels import no_gpu
 from tests.kernels.no_gpu import STATE, noted
@@ -54,6 +55,7 @@ arguments = (
     tensors | st.none(), pairs, st.tuples(pairs, tensors), integers, integers,
     st.sampled_from([0.5, 1.0, 2.0]), st.booleans() | st.just(1),
 )  # fmt: skip
+PAIR, PAIRS = 1, 2  # indices of the tuples
 options = {"KIND": st.sampled_from(KINDS), "SIZE": st.sampled_from([1, 16, 17]), "num_warps": st.sampled_from([4, 8])}
 
 
@@ -62,7 +64,10 @@ grids = st.sampled_from([(3,), (3, 5), (3, 5, 7)])
 
 @st.composite
 def launches(draw: Any) -> list[tuple[Any, ...]]:
-    """Draws three launches: the second changes one argument or option of the first, and the third repeats the first."""
+    """Draws three launches: the second changes one argument or option of the first, and the third repeats the first.
+
+    A launch is the kernel, the device, the arguments, the options, and the indices of tuples that are ``Fixed``.
+    """
     drawn = [draw(strategy) for strategy in arguments]
     chosen = {name: draw(strategy) for name, strategy in options.items()}
     other, changed = list(drawn), dict(chosen)
@@ -73,17 +78,18 @@ def launches(draw: Any) -> list[tuple[Any, ...]]:
         changed[which] = draw(options[which])
     else:
         other[which] = draw(arguments[which])
-    first = (draw(st.sampled_from([_first, _second])), 0, drawn, chosen)
-    return [first, (draw(st.sampled_from([_first, _second])), draw(st.integers(0, 1)), other, changed), first]
+    kernels, fixed = st.sampled_from([_first, _second]), st.sets(st.sampled_from([PAIR, PAIRS]))
+    first = (draw(kernels), 0, drawn, chosen, draw(fixed))
+    return [first, (draw(kernels), draw(st.integers(0, 1)), other, changed, draw(fixed)), first]
 
 
 @settings(max_examples=800, deadline=None, database=None, derandomize=True)
 @given(launches(), grids)
 def compare(several: list[tuple[Any, ...]], grid: tuple[int, ...]) -> None:
-    for kernel, STATE.device, drawn, chosen in several:
+    for kernel, STATE.device, drawn, chosen, fixed in several:
         before = sum(len(compiled) for _, compiled in launch._known.values())
         noted.clear()
-        start_kernel(kernel, grid, *drawn, **chosen)
+        start_kernel(kernel, grid, *[Fixed(x) if i in fixed else x for i, x in enumerate(drawn)], **chosen)
         STATE.repeats += sum(len(compiled) for _, compiled in launch._known.values()) == before
         kernel[grid](*drawn, **chosen)
         assert len(noted) == 2 and all(a is b or a == b for a, b in zip(*noted)), noted
@@ -92,7 +98,7 @@ def compare(several: list[tuple[Any, ...]], grid: tuple[int, ...]) -> None:
 def check_hooks() -> None:
     """Checks that a kernel's hooks see each of its launches."""
     seen: list[tuple[Any, ...]] = []
-    call = (_first, (1,), STORAGE, Pair(STORAGE, 1), (Pair(STORAGE, 1), STORAGE), 1, 1, 0.5, False)
+    call = (_first, (1,), STORAGE, Fixed(Pair(STORAGE, 1)), (Pair(STORAGE, 1), STORAGE), 1, 1, 0.5, False)
     start_kernel(*call, KIND=KINDS[0], SIZE=1)
     hook = lambda *args, **kwargs: seen.append(args)  # noqa: E731
     _first.add_pre_run_hook(hook)
@@ -102,10 +108,23 @@ def check_hooks() -> None:
     assert len(seen) == 2, seen
 
 
+def check_tensors_are_freed() -> None:
+    """Checks that neither known launches nor the kinds of a tuple keep its tensors."""
+    tensor = torch.zeros(16)
+    fixed, freed = Fixed(Pair(tensor, 1)), weakref.ref(tensor)
+    for _ in range(2):
+        start_kernel(_first, (1,), STORAGE, fixed, (fixed.fields, STORAGE), 1, 1, 0.5, False, KIND=KINDS[0], SIZE=1)
+    kinds = fixed.kinds
+    noted.clear()
+    del tensor, fixed
+    assert freed() is None and hash(kinds)
+
+
 def main() -> None:
     no_gpu.install()
     compare()
     check_hooks()
+    check_tensors_are_freed()
     found = sum(len(cache[0]) for kernel in (_first, _second) for cache in kernel.device_caches.values())
     print(f"{STATE.repeats} repeats, {found} compiled kernels")
 

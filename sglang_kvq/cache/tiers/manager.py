@@ -180,7 +180,8 @@ class TierManager(TierState):
             elif isinstance(event, Fill):
                 self._apply_fill(event)
             else:
-                self.row_len.index_fill_(0, event.rows, 0)
+                rows = torch.tensor(event.rows).to(self.pool.device, non_blocking=True)
+                self.row_len.index_fill_(0, rows, 0)
         self._fills.place()
 
     def _apply_reset(self) -> None:

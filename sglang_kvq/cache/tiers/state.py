@@ -112,7 +112,7 @@ class TierState:
 
     def pages_of(self, ids: torch.Tensor) -> torch.Tensor:
         """Converts page ids int64 ``[n]`` to pages."""
-        return ids if self.places is None else self.pool.places[ids].long()
+        return ids if self.places is None or ids.shape[0] == 0 else self.pool.places[ids].long()
 
     # -- windows ------------------------------------------------------------------------------------
 

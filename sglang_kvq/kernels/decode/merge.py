@@ -47,7 +47,7 @@ def merge_splits(
     if chunk > 16:  # few rows: spread each over several programs
         columns = min(columns, 32)
     start_kernel(
-        _merge, (batch * heads, triton.cdiv(d, columns)),
+        _merge, (batch * heads, -(-d // columns)),
         out, partial, lse, spans, lse if sinks is None else sinks,
         HEADS=heads,
         CHUNK=chunk,

@@ -20,9 +20,9 @@ searches = INTERPRETED
 _ALIGNMENT = 16
 #: Integers that Triton passes as int32.
 _INT32 = range(-(2**31), 2**31)
-#: For each kernel: indices of the arguments that Triton does not specialize; compiled kernels and their constants, by
-#: kinds.
-_known: dict[Any, tuple[tuple[int, ...], dict[Any, tuple[Any, tuple[Any, ...]]]]] = {}
+#: For each kernel: indices of the arguments that Triton does not specialize; by kinds, compiled kernels, their
+#: constants, and whether an argument is ``Fixed``.
+_known: dict[Any, tuple[tuple[int, ...], dict[Any, tuple[Any, tuple[Any, ...], bool]]]] = {}
 
 
 class Constants(dict[str, Any]):
@@ -35,6 +35,20 @@ class Constants(dict[str, Any]):
     __eq__ = object.__eq__
 
 
+class Fixed:
+    """A tuple of many arguments that never changes, so that its kinds are found once and not in every launch.
+
+    Attributes:
+        fields: the tuple, which kernels get.
+        kinds: kinds of the fields; they keep no tensor alive.
+    """
+
+    def __init__(self, fields: tuple[Any, ...]) -> None:
+        kinds: list[Any] = []
+        _add_kinds(kinds, [fields])
+        self.fields, self.kinds = fields, tuple(kinds)
+
+
 def start_kernel(
     kernel: Any, grid: tuple[int, ...], *arguments: Any, constants: Constants | None = None, **named: Any
 ) -> None:
@@ -45,14 +59,14 @@ def start_kernel(
 
     Args:
         grid: numbers of programs, in one to three dimensions.
-        arguments: all parameters of the kernel that are not constants.
+        arguments: all parameters of the kernel that are not constants; ``Fixed`` in place of its tuple.
         constants: the kernel's constants, and Triton's options; None for those in ``named``.
     """
     key: Any = constants
     if constants is None:
         constants, key = named, tuple(named.items())  # type: ignore[assignment]
     if searches or kernel.pre_run_hooks:
-        kernel[grid](*arguments, **constants)
+        kernel[grid](*_fields(arguments), **constants)
         return
     known = _known.get(kernel.fn)
     if known is None:
@@ -63,10 +77,16 @@ def start_kernel(
     found = compiled.get(kind := tuple(kinds))
     if found is None:
         names = kernel.arg_names[len(arguments) :]
-        compiled[kind] = kernel[grid](*arguments, **constants), tuple(constants[name] for name in names)
+        function, has_fixed = kernel[grid](*_fields(arguments), **constants), any(type(x) is Fixed for x in arguments)
+        compiled[kind] = function, tuple(constants[name] for name in names), has_fixed
         return
-    function, values = found
-    function[(*grid, 1, 1)[:3]](*arguments, *values)
+    function, values, has_fixed = found
+    function[(*grid, 1, 1)[:3]](*(_fields(arguments) if has_fixed else arguments), *values)
+
+
+def _fields(arguments: Sequence[Any]) -> list[Any]:
+    """Returns the arguments with tuples in place of ``Fixed``."""
+    return [x.fields if type(x) is Fixed else x for x in arguments]
 
 
 def _without_numbers(arguments: tuple[Any, ...], unspecialized: tuple[int, ...]) -> Sequence[Any]:
@@ -91,5 +111,7 @@ def _add_kinds(kinds: list[Any], arguments: Sequence[Any]) -> None:
             kinds.append(kind)
             kinds.append(len(x))
             _add_kinds(kinds, x)
+        elif kind is Fixed:
+            kinds.append(x.kinds)
         else:
             kinds.append(kind if kind is float or kind is bool else x)

@@ -24,7 +24,7 @@ def append_tokens(
     if tokens == 0:
         return
     start_kernel(
-        _append, (triton.cdiv(tokens, _TOKENS), kv_heads, 2),
+        _append, (-(-tokens // _TOKENS), kv_heads, 2),
         stored, positions, (view(k), view(v)), tokens,
         SHAPE=shape_of(kv_heads, d),
         TOKENS=_TOKENS,

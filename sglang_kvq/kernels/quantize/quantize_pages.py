@@ -5,7 +5,7 @@ tokens and a quarter of the channels. If keys are centred, every item computes t
 ``device.rows`` has the arithmetic.
 """
 
-from typing import Any
+from functools import cache
 
 import torch
 import triton
@@ -16,7 +16,7 @@ from sglang_kvq.kernels.device.arguments import view
 from sglang_kvq.kernels.device.bf16_pairs import high_half, low_half, magnitudes, pair_max
 from sglang_kvq.kernels.device.codes import PlaneRecord, Record, page_bytes
 from sglang_kvq.kernels.device.common import PAGE, has_pairs, key_row
-from sglang_kvq.kernels.device.launch import start_kernel
+from sglang_kvq.kernels.device.launch import Constants, start_kernel
 from sglang_kvq.kernels.device.plane_codes import is_planes
 from sglang_kvq.kernels.device.rows import (
     clip_threshold,
@@ -58,7 +58,7 @@ def quantize_tokens(
     kv_heads, d = k.shape[1:]
     grid = (first.numel() * kv_heads * PARTS.value,)
     constants = _constants(record, kv_heads, d, k.device)
-    start_kernel(_quantize_tokens, grid, records, ranks, first, pages, view(k), view(v), **constants)
+    start_kernel(_quantize_tokens, grid, records, ranks, first, pages, view(k), view(v), constants=constants)
 
 
 def quantize_slots(
@@ -85,20 +85,21 @@ def quantize_slots(
     start_kernel(
         _quantize_slots, grid, records, layers, ranks, bf16_pages, slots, pages, count,
         records.stride(0), bf16_pages.stride(0), bf16_pages.stride(1), n,
-        **_constants(record, kv_heads, bf16_pages.shape[-1], bf16_pages.device),
+        constants=_constants(record, kv_heads, bf16_pages.shape[-1], bf16_pages.device),
     )  # fmt: skip
 
 
-def _constants(record: Record | PlaneRecord, kv_heads: int, d: int, device: torch.device) -> dict[str, Any]:
-    return {
-        "RECORD": record,
-        "SHAPE": shape_of(kv_heads, d),
+@cache
+def _constants(record: Record | PlaneRecord, kv_heads: int, d: int, device: torch.device) -> Constants:
+    return Constants(
+        RECORD=record,
+        SHAPE=shape_of(kv_heads, d),
         # Fusion is off because torch rounds each operation; with planes, no fusible operation rounds.
-        "enable_fp_fusion": is_planes(record),
-        "PACKED": has_pairs(device),
+        enable_fp_fusion=is_planes(record),
+        PACKED=has_pairs(device),
         # 64 elements per lane, or 32 if all of them are in float32 at once
-        "num_warps": max(d // 128, 1 if is_planes(record) else 1 + record.k.centred),
-    }
+        num_warps=max(d // 128, 1 if is_planes(record) else 1 + record.k.centred),
+    )
 
 
 @triton.jit

@@ -5,15 +5,17 @@ k-th smallest key by bisection, the exchange of pages, and entries for lost firs
 only the first phase runs.
 """
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
 
 from sglang_kvq.kernels.device.common import PAGE
-from sglang_kvq.kernels.device.launch import start_kernel
+from sglang_kvq.kernels.device.launch import Constants, start_kernel
 from sglang_kvq.kernels.tiers.select_smallest import NEVER, among_least, bisect, count_below
 from sglang_kvq.kernels.tiers.sink_entries import claim_of, entry_of, place_sink_tokens
-from sglang_kvq.kernels.tiers.tables import TierTables, page_at, window
+from sglang_kvq.kernels.tiers.tables import TierTables, Window, page_at, window
 
 #: Elements of windows or slots processed at a time; then entries of first tokens.
 _ELEMENTS = 4096
@@ -40,15 +42,23 @@ def give_bf16_pages(
     """
     direct = rows[:0] if direct_pages is None else direct_pages
     start_kernel(
-        _give, (1,), rows, seq_lens if prefix_lens is None else prefix_lens, seq_lens, len(rows), direct, len(direct),
-        step, first_slot, new_tokens, tables.arguments.first_page if restored is None else restored, tables.arguments,
-        WINDOW=tables.window,
-        DECODING=prefix_lens is None,
-        ROWS=max(1, _ELEMENTS // tables.window.WIDTH),
-        SLOTS=_ELEMENTS,
-        ENTRIES=_ENTRIES,
-        num_warps=16,
+        _give, (1,), rows, seq_lens if prefix_lens is None else prefix_lens, seq_lens, rows.shape[0],
+        direct, direct.shape[0], step, first_slot, new_tokens,
+        tables.arguments.first_page if restored is None else restored, tables.fixed,
+        constants=_constants(tables.window, prefix_lens is None, _ELEMENTS, _ENTRIES),
     )  # fmt: skip
+
+
+@cache
+def _constants(window: Window, decoding: bool, elements: int, entries: int) -> Constants:
+    return Constants(
+        WINDOW=window,
+        DECODING=decoding,
+        ROWS=max(1, elements // window.WIDTH),
+        SLOTS=elements,
+        ENTRIES=entries,
+        num_warps=16,
+    )
 
 
 # Nothing that varies is specialized: plans run outside CUDA graphs, so a request would wait for the compiler.

@@ -1,5 +1,6 @@
 """Applies the scheduler's events on pages and rows since the last plan, in order, by one program."""
 
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -8,7 +9,7 @@ import triton.language as tl
 
 from sglang_kvq.constants import EVENT_ALLOCATE, EVENT_FREE, EVENT_MOVE
 from sglang_kvq.kernels.device.arguments import field_count, load_fields
-from sglang_kvq.kernels.device.launch import start_kernel
+from sglang_kvq.kernels.device.launch import Constants, start_kernel
 from sglang_kvq.kernels.tiers.sink_entries import entry_of
 from sglang_kvq.kernels.tiers.tables import TierTables
 
@@ -32,9 +33,21 @@ def apply_events(tables: TierTables, spans: torch.Tensor, ids: torch.Tensor, eve
 
     spans, ids: from ``PendingOps.pack``; events: number of spans.
     """
-    kinds = {"FREE": EVENT_FREE, "MOVE": EVENT_MOVE, "ALLOCATE": EVENT_ALLOCATE}
-    has = {"SINK_CACHE": tables.keeps_sink_tokens, "SHARED": tables.shares_memory}
-    start_kernel(_apply, (1,), spans, ids, events, tables.arguments, **kinds, **has, BLOCK=_BLOCK, num_warps=8)
+    constants = _constants(tables.keeps_sink_tokens, tables.shares_memory, _BLOCK)
+    start_kernel(_apply, (1,), spans, ids, events, tables.fixed, constants=constants)
+
+
+@cache
+def _constants(sink_cache: bool, shared: bool, block: int) -> Constants:
+    return Constants(
+        FREE=EVENT_FREE,
+        MOVE=EVENT_MOVE,
+        ALLOCATE=EVENT_ALLOCATE,
+        SINK_CACHE=sink_cache,
+        SHARED=shared,
+        BLOCK=block,
+        num_warps=8,
+    )
 
 
 @triton.jit(do_not_specialize=["spans", "ids", "events"], do_not_specialize_on_alignment=["spans", "ids"])

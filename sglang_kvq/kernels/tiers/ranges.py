@@ -1,12 +1,14 @@
 """Sets the ranges that a batch reads from records and lists missing records there, in parallel over rows and pages."""
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
 
 from sglang_kvq.kernels.device.common import PAGE
-from sglang_kvq.kernels.device.launch import start_kernel
-from sglang_kvq.kernels.tiers.tables import TierTables, history_pages, page_at, window
+from sglang_kvq.kernels.device.launch import Constants, start_kernel
+from sglang_kvq.kernels.tiers.tables import TierTables, Window, history_pages, page_at, window
 
 #: Pages per program.
 _PAGES = 1024
@@ -26,14 +28,16 @@ def set_ranges(
     new token ``seq_lens``. If ``prefix_lens`` is None, all read ``seq_lens``. max_len: upper bound of these numbers.
     step: number of the plan.
     """
-    pages = triton.cdiv(max_len, PAGE.value)
-    grid = (len(rows), max(1, triton.cdiv(pages, _PAGES)))
+    # Outside kernels, triton.cdiv takes as long as half a launch.
+    grid = (rows.shape[0], max(1, -(-max_len // (PAGE.value * _PAGES))))
     lens, window = (seq_lens, tables.window) if prefix_lens is None else (prefix_lens, tables.prefill_window)
-    prefill = prefix_lens is not None
-    start_kernel(
-        _ranges, grid, rows, lens, seq_lens, step, tables.arguments,
-        WINDOW=window, PAGES=_PAGES, PREFILL=prefill, num_warps=4,
-    )  # fmt: skip
+    constants = _constants(window, prefix_lens is not None, _PAGES)
+    start_kernel(_ranges, grid, rows, lens, seq_lens, step, tables.fixed, constants=constants)
+
+
+@cache
+def _constants(window: Window, prefill: bool, pages: int) -> Constants:
+    return Constants(WINDOW=window, PAGES=pages, PREFILL=prefill, num_warps=4)
 
 
 @triton.jit(

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from sglang_kvq.kernels.device.common import PAGE
+from sglang_kvq.kernels.device.launch import Fixed
 
 
 class Tables(NamedTuple):
@@ -92,7 +93,7 @@ class TierTables:
     """The tables, and the window in pages.
 
     Attributes:
-        arguments: argument of the kernels.
+        arguments: argument of the kernels; ``fixed`` for launches.
         sink_pages, recent_pages: the window; prefill_pages: pages before it; soft_pages: recent pages that others may
             take; written_tokens: tokens that a step writes; see ``TierManager``.
         sink_bonus: added to the stamp of a sink's BF16 copy.
@@ -109,6 +110,11 @@ class TierTables:
     sink_bonus: int
     keeps_sink_tokens: bool
     shares_memory: bool = False
+
+    @cached_property
+    def fixed(self) -> Fixed:
+        """``arguments``, whose tensors and numbers are the same in every launch."""
+        return Fixed(self.arguments)
 
     @cached_property
     def window(self) -> "Window":

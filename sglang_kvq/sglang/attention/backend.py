@@ -132,7 +132,8 @@ class KVQuantBackend(AttentionBackend):
         if prefills < len(new):
             here = slice(len(own), tokens)
             self.decoding = Decoding(rows[prefills:], seq_lens[prefills:], loc[here], here)
-        self.direct_pages = self.tiers.plan_extend(rows, prefix_lens, seq_lens, longest, own[direct] // PAGE_SIZE)
+        ids = own[direct] // PAGE_SIZE if pages.size else direct  # short prompts have none
+        self.direct_pages = self.tiers.plan_extend(rows, prefix_lens, seq_lens, longest, ids)
 
     def plan_graph(self, tokens: int, bounds: torch.Tensor, direct: torch.Tensor) -> None:
         """Prepares the layers of a CUDA graph that later runs any new prompts of up to ``tokens`` tokens in all.

@@ -6,20 +6,25 @@ from sglang_kvq.cache.tiers import TierManager
 from sglang_kvq.cache.transfer import LateCopy
 from sglang_kvq.sglang.runtime import logger
 
+#: Least time between two copies of the count on a GPU. The next batch waits for the host while it begins a copy or
+#: looks whether one has arrived.
+_SECONDS = 1.0
+
 
 class ErrorWatch:
-    """Logs the first error of a worker's tiers, once, one batch after the plan that counted it.
+    """Logs the first error of a worker's tiers, once.
 
     A plan cannot stop its batch, so it counts invalid states on the device (``TierManager.errors``). The count is
-    copied in the background, and no step waits for it.
+    copied in the background, and no step waits for it. On a GPU it is copied at most once a second, and the next batch,
+    or an idle server, logs what has arrived.
     """
 
     def __init__(self, tiers: TierManager) -> None:
-        self._errors = LateCopy(lambda: tiers.errors.view(1), tiers.pool.device)
+        self._errors = LateCopy(lambda: tiers.errors.view(1), tiers.pool.device, _SECONDS)
         self._logged = False
 
     def ask(self) -> None:
-        """Requests the count of the plan that was just launched."""
+        """Requests the count after the work launched so far, unless it was requested less than a second ago."""
         if not self._logged:
             self._errors.ask()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import torch
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator, alloc_extend_naive
 from sglang.srt.utils import get_num_new_pages
@@ -24,6 +26,41 @@ class KVQuantAllocator(PagedTokenToKVPoolAllocator):
         tiers = runtime.tiers()
         if tiers is not None:
             tiers.reset()
+
+    def alloc_extend(
+        self,
+        prefix_lens: torch.Tensor,
+        prefix_lens_cpu: torch.Tensor,
+        seq_lens: torch.Tensor,
+        seq_lens_cpu: torch.Tensor,
+        last_loc: torch.Tensor,
+        extend_num_tokens: int,
+        num_new_pages: int | None = None,
+    ) -> torch.Tensor | None:
+        """Returns what SGLang's function returns; for a lone new prompt without its kernel, whose launch takes longer.
+
+        With SGLang's ``SGLANG_DEBUG_MEMORY_POOL``, SGLang's function also checks the arguments and the result.
+        """
+        if is_lone_prompt(prefix_lens_cpu) and not self.debug_mode:
+            return self._alloc_prompt(extend_num_tokens)
+        lens = (prefix_lens, prefix_lens_cpu, seq_lens, seq_lens_cpu)
+        locations: torch.Tensor | None = super().alloc_extend(*lens, last_loc, extend_num_tokens, num_new_pages)
+        return locations
+
+    def _alloc_prompt(self, tokens: int) -> torch.Tensor | None:
+        """Returns the locations of a prompt's tokens in new pages, int64 ``[tokens]``; None if too few are free."""
+        if tokens // self.page_size + 2 > self.free_pages.shape[0]:  # SGLang's bound
+            self.merge_and_sort_free()
+        free, count = self.free_pages, pages_of_prompt(tokens, self.page_size)
+        if count > free.shape[0]:
+            return None
+        self.free_pages = free[count:]
+        return torch.add(self._offsets, free[:count, None], alpha=self.page_size).view(-1)[:tokens]
+
+    @cached_property
+    def _offsets(self) -> torch.Tensor:
+        """Locations of a page's tokens, counted from the first one."""
+        return torch.arange(self.page_size, device=self.device)
 
     def check_integrity(self) -> None:
         """Raises RuntimeError if pool and allocator disagree. Waits for the device."""
@@ -49,6 +86,16 @@ class KVQuantAllocator(PagedTokenToKVPoolAllocator):
             for pages in page_ids:
                 runtime.live_tiers().pending.free_pages(pages)
             super()._release_page_ids(*page_ids)
+
+
+def is_lone_prompt(prefix_lens: torch.Tensor) -> bool:
+    """Returns True for a batch of one request without a stored prefix; prefix_lens: int64 ``[batch]`` on the host."""
+    return prefix_lens.shape[0] == 1 and prefix_lens.item() == 0
+
+
+def pages_of_prompt(tokens: int, page_size: int) -> int:
+    """Returns the number of pages that a prompt without a stored prefix takes."""
+    return -(-tokens // page_size)
 
 
 class OnCpu(PagedTokenToKVPoolAllocator):

@@ -14,7 +14,7 @@ from sglang.srt.utils import get_num_new_pages
 from sglang_kvq.cache.layout import MemoryLayout
 from sglang_kvq.cache.shared.split import Split
 from sglang_kvq.sglang import runtime
-from sglang_kvq.sglang.memory.allocator import KVQuantAllocator
+from sglang_kvq.sglang.memory.allocator import KVQuantAllocator, is_lone_prompt, pages_of_prompt
 from sglang_kvq.sglang.types import ReqToTokenPool
 
 
@@ -37,7 +37,7 @@ class SharedAllocator(KVQuantAllocator):
     @property
     def used(self) -> int:
         """Pages in use."""
-        return int(self.num_pages - len(self.free_pages))
+        return int(self.num_pages - self.free_pages.shape[0])
 
     @property
     def running(self) -> int:
@@ -91,7 +91,9 @@ class SharedAllocator(KVQuantAllocator):
         extend_num_tokens: int,
         num_new_pages: int | None = None,
     ) -> torch.Tensor | None:
-        if num_new_pages is None:
+        if is_lone_prompt(prefix_lens_cpu):
+            num_new_pages = pages_of_prompt(extend_num_tokens, self.page_size)
+        elif num_new_pages is None:
             num_new_pages = get_num_new_pages(
                 seq_lens=seq_lens_cpu, page_size=self.page_size, prefix_lens=prefix_lens_cpu
             )
@@ -122,7 +124,8 @@ class SharedAllocator(KVQuantAllocator):
         before = self.free_pages
         locations = give()
         if locations is not None:  # the new ids were at the head of the list
-            runtime.live_tiers().pending.allocate_pages(before[: len(before) - len(self.free_pages)].clone())
+            taken = before.shape[0] - self.free_pages.shape[0]
+            runtime.live_tiers().pending.allocate_pages(before[:taken].clone())
         return locations
 
 

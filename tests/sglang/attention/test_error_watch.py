@@ -21,6 +21,12 @@ def errors_of(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
 
 
+def on_gpu(copy: LateCopy, asked: list[None]) -> None:
+    """Makes a copy on a CPU keep the distances of a GPU's; appends to ``asked`` for each copy."""
+    copy._host = torch.zeros(1, dtype=torch.int64)
+    copy._copied = SimpleNamespace(record=lambda: asked.append(None), query=lambda: True)
+
+
 def test_an_unmet_page_is_logged_while_requests_run(caplog):
     """The page being filled loses its BF16 copy, which must never happen; a plan counts that and later steps log it."""
     worker = Worker()
@@ -48,6 +54,27 @@ def test_an_error_of_the_last_batch_is_logged_when_idle(caplog, monkeypatch):
     worker.tiers.errors += 2
     observe.check_when_idle(lambda self: None, None)
     assert "2 so far" in errors_of(caplog)[0]
+
+
+def test_a_gpu_is_asked_once_a_second_and_the_last_error_is_logged_when_idle(caplog, monkeypatch):
+    """A copy that the last batch skips, because another began less than a second ago, is made by the idle server."""
+    worker, now, asked = Worker(), [100.0], []
+    state = runtime.Runtime(KVQuantConfig("int2"), None, (0,))
+    state.tiers, state.watch = worker.tiers, worker.backend.watch
+    state.allocator = SimpleNamespace(check_integrity=lambda: None)
+    monkeypatch.setattr(runtime, "_current", state)
+    monkeypatch.setattr(observe.time, "monotonic", lambda: now[0])
+    on_gpu(state.watch._errors, asked)
+    for seed in range(3):
+        now[0] += 0.2
+        worker.extend({1: 30}, pad_to=30, seed=seed)
+    worker.tiers.errors += 2
+    assert len(asked) == 1
+    while now[0] < 102:
+        now[0] += 0.2
+        observe.check_when_idle(lambda self: None, None)
+    (line,) = errors_of(caplog)
+    assert "2 so far" in line and len(asked) == 2
 
 
 def test_an_idle_server_checks_its_tables_only_once_no_request_would_wait(monkeypatch):
@@ -97,16 +124,15 @@ def test_only_what_was_asked_for_arrives():
 
 
 def test_copies_from_a_gpu_keep_their_distance(monkeypatch):
-    now, counted = [100.0], []
+    now, counted, asked = [100.0], [], []
     monkeypatch.setattr(transfer.time, "monotonic", lambda: now[0])
     count = lambda: counted.append(now[0]) or torch.tensor([len(counted)])  # noqa: E731
     copy = LateCopy(count, torch.device("cpu"), seconds=1.0)
-    copy._host = torch.zeros(1, dtype=torch.int64)
-    copy._copied = SimpleNamespace(record=lambda: None, query=lambda: True)
+    on_gpu(copy, asked)
     for now[0], found in ((100.0, [1]), (100.5, None), (100.9, None), (101.1, [2]), (101.2, None), (150.0, [3])):
         copy.ask()
         assert copy.arrived() == found
-    assert counted == [100.0, 101.1, 150.0]
+    assert counted == [100.0, 101.1, 150.0] and len(asked) == 3
 
 
 @pytest.mark.gpu

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import random
 from types import SimpleNamespace
 
 import pytest
 import torch
+from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 
 from sglang_kvq.cache.tiers import TierManager
 from sglang_kvq.config import KVQuantConfig
 from sglang_kvq.constants import EVENT_FREE
 from sglang_kvq.constants import PAGE_SIZE as P
 from sglang_kvq.formats.page import PageFormat
-from sglang_kvq.sglang import runtime
+from sglang_kvq.releases import OLD_TREE
+from sglang_kvq.sglang import compat, runtime
+from sglang_kvq.sglang.memory.allocator import KVQuantAllocator, OnCpu
 from sglang_kvq.sglang.memory.build import build_allocator
 from sglang_kvq.sglang.memory.pool import KVQuantPool
 
 PAGES = 40
 CPU = torch.device("cpu")
+OLD = compat.applies(OLD_TREE, compat.sglang_version())
 
 
 @pytest.fixture
@@ -67,6 +72,29 @@ def test_pages_are_handed_out(allocator):
         last = allocator.alloc_decode(lens, lens, last)
     assert int(last) // P not in (locations // P).tolist() and int(last) % P == 0
     assert allocator.available_size() == (PAGES - 5) * P
+
+
+@pytest.mark.parametrize("sorts", [False] if OLD else [False, True])
+def test_a_lone_prompt_gets_the_pages_that_sglang_gives(allocator, sorts):
+    """Ours reads no tensor on the device; requests end between prompts, and also because pages run out."""
+    args = dict(page_size=P, dtype=torch.bfloat16, device="cpu", kvcache=None, need_sort=sorts)
+    ours = KVQuantAllocator(PAGES * P, **args)
+    theirs = (OnCpu if OLD else PagedTokenToKVPoolAllocator)(PAGES * P, **args)
+    rng, none, running, refused = random.Random(0), torch.zeros(1, dtype=torch.int64), [], 0
+    for tokens in rng.sample(range(1, 301), 300):
+        while running and rng.random() < 0.2:
+            ended = running.pop(rng.randrange(len(running)))
+            ours.free(ended), theirs.free(ended)
+        while (given := ours.alloc_extend(None, none, None, torch.tensor([tokens]), None, tokens)) is None:
+            assert extend(theirs, tokens) is None
+            refused += 1
+            ended = running.pop(rng.randrange(len(running)))
+            ours.free(ended), theirs.free(ended)
+        expected = extend(theirs, tokens)
+        assert torch.equal(given, expected) and given.dtype == expected.dtype and given.is_contiguous()
+        assert torch.equal(ours.free_pages, theirs.free_pages)
+        running.append(given)
+    assert refused > 10 and extend(theirs, 0).shape == extend(ours, 0).shape == (0,)
 
 
 @pytest.mark.parametrize("group", [False, True], ids=["at once", "in a group"])

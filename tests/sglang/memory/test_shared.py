@@ -11,6 +11,7 @@ import torch
 
 from sglang_kvq.cache.integrity import check_integrity
 from sglang_kvq.cache.layout import KVGeometry, fit_shared, share, shared_reserve, window_slots
+from sglang_kvq.cache.pending import AllocatedPages
 from sglang_kvq.cache.tiers import TierManager
 from sglang_kvq.config import KVQuantConfig
 from sglang_kvq.constants import PAGE_SIZE as P
@@ -130,6 +131,22 @@ def test_one_request_may_have_the_whole_cache(server):
     assert one.allocator.used == one.layout.pages and not one.allocator.check_decode_capacity(
         num_tokens=P, tree_cache=one.tree
     )
+
+
+@pytest.mark.parametrize("checked", [False, True], ids=["in one operation", "by SGLang"])
+@pytest.mark.parametrize("prompts", [[3 * P + 5], [3 * P, 9]], ids=["lone", "two"])
+def test_new_ids_are_recorded(server, prompts, checked):
+    """SGLang's function, which also checks its work, gives a lone prompt the same ids."""
+    one = server()
+    one.allocator.debug_mode = checked
+    for begin in (1, 5):
+        given = one.prefill(prompts)
+        pages = torch.cat([locations[::P] // P for _, locations in given])
+        event = one.tiers.pending._events[-1]
+        assert isinstance(event, AllocatedPages) and event.pages.tolist() == pages.tolist()
+        assert len(event.pages) * 8 == event.pages.untyped_storage().nbytes(), "a view keeps all free ids"
+        assert pages.tolist() == list(range(begin, begin + 4))
+    one.check()
 
 
 def test_as_many_run_as_the_layout_says(server):
