@@ -134,6 +134,16 @@ def test_workloads_in_the_readme() -> None:
         assert agrees(none, plain) and agrees(ours, quantized) and agrees(ratio, gain), workload
 
 
+def test_first_tokens_of_short_prompts() -> None:
+    rows = {row["method"]: row for row in results("first_tokens_h100")}
+    plain = rows.pop("none")
+    ratios = [row[name] / plain[name] for row in rows.values() for name in row if name.startswith("ttft_")]
+    assert f"at most {max(ratios):.2f} times as long as plain SGLang's, and usually comes sooner" in " ".join(
+        README.split()
+    )
+    assert sum(ratio < 1 for ratio in ratios) > len(ratios) / 2
+
+
 def test_contexts_at_once() -> None:
     row = by("serving_h200", "scenario")["output_96x64k (62 contexts)"]
     fits = (row["none_fits"], row["oscar_fits"], row["oscar_resident"])
