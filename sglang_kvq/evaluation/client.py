@@ -96,7 +96,7 @@ class Client:
         except httpx.InvalidURL:
             address = httpx.URL()
         if address.scheme not in ("http", "https"):
-            raise KVQuantError(f"--server {url}: give a URL such as http://127.0.0.1:30000.")
+            raise KVQuantError(f"--server {url}: must be a URL, such as http://127.0.0.1:30000.")
         self.url = url.rstrip("/")
         self.timeout, self.attempts, self.pause = timeout, attempts, pause
         self.retries = 0

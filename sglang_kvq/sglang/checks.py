@@ -237,7 +237,7 @@ def check_resolved(server_args: ServerArgs, config: KVQuantConfig) -> None:
         for phase, allowed in ((graphs.prefill, prefill), (graphs.decode, decode)):
             name = getattr(phase.backend, "value", phase.backend)
             if name not in allowed:
-                found.append(f"a CUDA graph backend {name} (cuda_graph_config): use {' or '.join(allowed)}.")
+                found.append(f"a CUDA graph backend {name} (cuda_graph_config): must be {' or '.join(allowed)}.")
     _raise(found)
     model = compat.model_config(server_args)
     check_model(model, config)
@@ -337,7 +337,7 @@ def check_model(model: ModelConfig, config: KVQuantConfig) -> None:
         )
     if model.dtype != torch.bfloat16:
         raise KVQuantError(
-            f"{model.model_path} runs in {model.dtype}, but windows are kept in bfloat16: add --dtype bfloat16."
+            f"{model.model_path} runs in {model.dtype}, but windows are kept in bfloat16. Add --dtype bfloat16."
         )
     if config.group_size is not None and model.head_dim % config.group_size:
         raise KVQuantError(
@@ -406,7 +406,7 @@ def check_query_heads(model: ModelConfig, workers: int) -> None:
         enough = next(n for n in (2**i for i in range(20)) if group(n) <= MAX_GQA_GROUP)
         raise KVQuantError(
             f"{model.model_path} has {group(workers):g} query heads per KV head, and the kernels support at most "
-            f"{MAX_GQA_GROUP}: add --tp {enough}, or serve it without --kv-quant."
+            f"{MAX_GQA_GROUP}. Add --tp {enough}, or serve it without --kv-quant."
         )
 
 

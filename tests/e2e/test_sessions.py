@@ -353,7 +353,7 @@ def client_stream(client: Sessions, prompt: list[int]):
         ({"sampling_params": {"custom_params": {SELECTION: "x"}}}, "no client may choose what is read"),
         ({"extra_key": "kvq-pages-0"}, "are the server's"),
         ({"sampling_params": {"n": 2}}, "n 2: a session continues with exactly one answer"),
-        ({"session_id": "another"}, "give one of them"),
+        ({"session_id": "another"}, "Send one of them"),
         ({"session_params": {"id": "x"}}, "session_params in a request of a session"),
         ({"image_data": "x.png"}, "image_data in a request of a session"),
         ({"lora_path": "x"}, "lora_path in a request of a session"),

@@ -33,7 +33,7 @@ def test_an_error_status_is_not_tried_again():
 def test_nobody_there():
     with pytest.raises(KVQuantError, match="refused"):
         _ = Client("http://127.0.0.1:9", attempts=1).facts
-    with pytest.raises(KVQuantError, match="give a URL"):
+    with pytest.raises(KVQuantError, match="must be a URL"):
         Client("localhost:30000")
 
 

@@ -237,7 +237,7 @@ MODELS = {
     "embedding": (dict(architectures=["BertModel"], model_type="bert"), "no text generation"),
     "head_dim": (dict(head_dim=80), r"heads of 80 elements \(supported: 64"),
     "k and v differ": (dict(v_head_dim=32), "key heads of 64 and value heads of 32"),
-    "float16": (dict(torch_dtype="float16"), "add --dtype bfloat16"),
+    "float16": (dict(torch_dtype="float16"), "Add --dtype bfloat16"),
 }
 
 

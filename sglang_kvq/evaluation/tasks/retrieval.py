@@ -49,7 +49,7 @@ class RetrievalTask:
 
     def __post_init__(self) -> None:
         if self.name not in KINDS:
-            raise KVQuantError(f"retrieval task {self.name!r}: choose one of {', '.join(KINDS)}.")
+            raise KVQuantError(f"retrieval task {self.name!r}: must be one of {', '.join(KINDS)}.")
         if not self.lengths or min(self.lengths) < 2 * RESERVED:
             raise KVQuantError(f"--retrieval-lengths {self.lengths}: each must be at least {2 * RESERVED} tokens.")
         if self.cases < 1:

@@ -132,7 +132,7 @@ def make_pool(configurator: Configurator, tokens: int) -> KVQuantPool:
     for dtype in (configurator.model_config.dtype, configurator.kv_cache_dtype):
         if dtype != torch.bfloat16:
             raise SystemExit(
-                f"--kv-quant keeps windows in bfloat16, but the model runs in {dtype}: add --dtype bfloat16."
+                f"--kv-quant keeps windows in bfloat16, but the model runs in {dtype}. Add --dtype bfloat16."
             )
     canary.register(KVQuantPool)
     state = runtime.started()

@@ -103,10 +103,10 @@ def session_id_of(obj: GenerateRequest, request: HTTPRequest | None, header: str
     named = None if request is None else request.headers.get(header)
     given: str | None = obj.session_id
     if given is not None and named is not None and given != named:
-        raise KVQuantError(f"session_id {given!r} and {header} {named!r}: give one of them.")
+        raise KVQuantError(f"session_id {given!r} and {header} {named!r} differ. Send one of them.")
     found = named if given is None else given
     if found is not None and not 0 < len(found) <= LONGEST_ID:
-        raise KVQuantError(f"a session id of {len(found)} characters: give 1 to {LONGEST_ID}.")
+        raise KVQuantError(f"a session id of {len(found)} characters: must have 1 to {LONGEST_ID}.")
     return found
 
 
@@ -144,7 +144,7 @@ def check_session(obj: GenerateRequest) -> None:
     ids, params = obj.input_ids, obj.sampling_params
     several = isinstance(obj.text, list) or (bool(ids) and not isinstance(ids[0], int)) or isinstance(params, list)
     if several or isinstance(obj.rid, list):
-        raise KVQuantError("several prompts in one request of a session: send one request for each.")
+        raise KVQuantError("a request of a session has several prompts. Send one request for each.")
     params = params or {}
     for name in ("n", "beam_width"):
         if (count := params.get(name) or 1) != 1:

@@ -112,5 +112,5 @@ def test_others_keep_sglangs(applied, state, changes):
 
 
 def test_another_dtype(applied, state):
-    with pytest.raises(SystemExit, match="add --dtype bfloat16"):
+    with pytest.raises(SystemExit, match="Add --dtype bfloat16"):
         build(configurator(model_config=SimpleNamespace(dtype=torch.float16)))

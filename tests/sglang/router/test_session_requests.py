@@ -86,7 +86,7 @@ def test_what_only_the_router_may_say_is_refused_from_everybody(fields, message)
         ({"lora_path": "x"}, "lora_path in"),
         ({"return_hidden_states": True}, "return_hidden_states in"),
         ({"return_routed_experts": True}, "return_routed_experts in"),
-        ({"session_id": "b"}, "session_id 'b' and X-Session-Id 'a': give one of them"),
+        ({"session_id": "b"}, "session_id 'b' and X-Session-Id 'a' differ. Send one of them"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
@@ -111,7 +111,7 @@ def test_another_header_may_name_sessions():
     # HTTP ignores a header's case; this stand-in does not.
     manager.ask(LONG[:P], http(**{"X-SMG-Routing-Key": "b", "X-Session-Id": "a"}))
     assert [session.id for session in manager.router.store.of("")] == ["b"]
-    with pytest.raises(KVQuantError, match="session_id 'c' and X-SMG-Routing-Key 'b': give one of them"):
+    with pytest.raises(KVQuantError, match="session_id 'c' and X-SMG-Routing-Key 'b' differ. Send one of them"):
         manager.ask(LONG[:P], http(**{"X-SMG-Routing-Key": "b"}), session_id="c")
 
 
