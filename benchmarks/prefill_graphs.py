@@ -1,6 +1,7 @@
 """Checks that CUDA graphs for prefill change no answer.
 
     python benchmarks/prefill_graphs.py --out benchmarks/results/prefill_graphs_h100.json
+    python benchmarks/prefill_graphs.py --tp-size 2 --out benchmarks/results/prefill_graphs_h100.json
 
 Compares log-probabilities of a tiny model's prompts with ``--kv-quant``, with and without graphs. ``difference`` and
 ``largest`` are the mean and the largest difference; ``noise`` is the mean between two servings without graphs. The
@@ -29,10 +30,10 @@ CHECKED = (70, 300, 1000, 1500)
 ROUNDING = 0.04
 
 
-def logprobs(folder: Path, flags: tuple[str, ...]) -> list[list[float]]:
+def logprobs(folder: Path, *flags: str) -> list[list[float]]:
     """Returns a tiny model's log-probabilities of its prompts: each prompt alone, then all at once."""
     model, env = MODELS["qwen3"].write(folder), plugin_path(folder)
-    log = folder / f"tiny-{len(flags)}.log"
+    log = folder / f"tiny{''.join(flags)}.log"
     more = ("--kv-quant", "int4", "--chunked-prefill-size", "512", "--context-length", "2048")
     with TinyServer(model, [*more, *flags], cpu=False, log=log, env=env) as server:
         ids = [[2 + (7 * i + 31 * n) % (VOCABULARY - 2) for i in range(tokens)] for n, tokens in enumerate(CHECKED)]
@@ -43,14 +44,15 @@ def logprobs(folder: Path, flags: tuple[str, ...]) -> list[list[float]]:
         return alone + [input_logprobs(reply) for reply in together]
 
 
-def compare(folder: Path) -> dict:
-    """Returns the row ``logprobs``."""
-    graphs, eager = logprobs(folder, GRAPHS), logprobs(folder, NO_GRAPHS)
+def compare(folder: Path, gpus: int) -> dict:
+    """Returns the row ``logprobs``, of servers on so many GPUs."""
+    both = ("--tp-size", str(gpus))
+    graphs, eager = logprobs(folder, *GRAPHS, *both), logprobs(folder, *NO_GRAPHS, *both)
     half = len(CHECKED)
     noise = _difference(eager[:half], eager[half:])
     found, bound = _difference(graphs, eager), Bound.above([noise], 3, ROUNDING)
     return {
-        "scenario": "logprobs",
+        "scenario": "logprobs" if gpus == 1 else f"logprobs, {gpus} GPUs",
         "unit": "nats",
         "difference": round(found.mean, 5),
         "largest": round(found.max, 4),
@@ -66,9 +68,10 @@ def _difference(a: list[list[float]], b: list[list[float]]) -> Difference:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", required=True, type=Path, help="JSON file; its rows of other scenarios stay")
+    parser.add_argument("--tp-size", type=int, default=1, help="GPUs of each server; default %(default)s")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
-        row = compare(Path(temporary))
+        row = compare(Path(temporary), args.tp_size)
     print(row, flush=True)
     record.merge(args.out, "prefill_graphs", [row], key="scenario")
     if not row["passed"]:
