@@ -13,7 +13,6 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-from sglang.srt.model_executor.runner_utils.pool import graph_pool_capture_scope
 
 from sglang_kvq.attention.planning.new_tokens import direct_tokens
 from sglang_kvq.sglang.attention.backend import KVQuantBackend
@@ -92,6 +91,8 @@ def around_capture_one(
 
     Only our own attention on a GPU with FlashAttention 3 can be captured, for up to ``MOST_TOKENS`` tokens.
     """
+    from sglang.srt.model_executor.runner_utils.pool import graph_pool_capture_scope  # NEW_TREE only
+
     original(self, shape_key, forward_fn, capture_inputs, post_warmup_hook)
     backend, tokens, parts = self._model_runner.attn_backend, shape_key.size, self._graphs[shape_key]
     if type(backend) is not KVQuantBackend or not backend.ops.in_graphs:
