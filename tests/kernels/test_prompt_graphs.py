@@ -204,7 +204,7 @@ def test_batches_with_a_stored_prefix_keep_sglangs_graphs(uncaptured):
         check_answers(got, want, new, parts)
 
 
-@pytest.mark.parametrize("case", ["large", "prefix variant", "another break", "library", "subclass"])
+@pytest.mark.parametrize("case", ["large", "prefix variant", "another break", "library", "subclass", "data parallel"])
 def test_what_cannot_be_captured_keeps_sglangs_graphs(uncaptured, monkeypatch, case):
     from sglang_kvq.sglang.attention import prompt_graphs
     from sglang_kvq.sglang.attention.backend import KVQuantBackend
@@ -217,7 +217,8 @@ def test_what_cannot_be_captured_keeps_sglangs_graphs(uncaptured, monkeypatch, c
         model.backend.__class__ = type("Capture", (KVQuantBackend,), {})
     key = SimpleNamespace(size=2304 if case == "large" else P, variant_label="x" if case == "prefix variant" else None)
     model.runner._graphs = Fixed(graph)
-    prompt_graphs.around_capture_one(lambda *x: None, model.runner, key, model.forward)
+    inputs = object() if case == "data parallel" else None
+    prompt_graphs.around_capture_one(lambda *x: None, model.runner, key, model.forward, inputs)
     assert model.runner._graphs.value is graph
 
 

@@ -89,13 +89,15 @@ def around_capture_one(
 ) -> None:
     """AROUND ``BreakableCudaGraphBackend.capture_one``: also captures new prompts whole, if only attention is left out.
 
-    Only our own attention on a GPU with FlashAttention 3 can be captured, for up to ``MOST_TOKENS`` tokens.
+    Only our own attention on a GPU with FlashAttention 3 can be captured, for up to ``MOST_TOKENS`` tokens. With
+    data-parallel attention SGLang passes ``capture_inputs``. Its idle ranks replay graphs without a plan, and SGLang then
+    leaves attention out.
     """
     from sglang.srt.model_executor.runner_utils.pool import graph_pool_capture_scope  # NEW_TREE only
 
     original(self, shape_key, forward_fn, capture_inputs, post_warmup_hook)
     backend, tokens, parts = self._model_runner.attn_backend, shape_key.size, self._graphs[shape_key]
-    if type(backend) is not KVQuantBackend or not backend.ops.in_graphs:
+    if type(backend) is not KVQuantBackend or not backend.ops.in_graphs or capture_inputs is not None:
         return
     if tokens > MOST_TOKENS or shape_key.variant_label is not None or len(parts._break_fns) != len(backend.index_of):
         return
