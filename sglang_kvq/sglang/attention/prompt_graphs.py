@@ -89,9 +89,11 @@ def around_capture_one(
 ) -> None:
     """AROUND ``BreakableCudaGraphBackend.capture_one``: also captures new prompts whole, if only attention is left out.
 
-    Only our own attention on a GPU with FlashAttention 3 can be captured, for up to ``MOST_TOKENS`` tokens. With
-    data-parallel attention SGLang passes ``capture_inputs``. Its idle ranks replay graphs without a plan, and SGLang then
-    leaves attention out.
+    Only our own attention on a GPU with FlashAttention 3 can be captured, for up to ``MOST_TOKENS`` tokens.
+
+    Args:
+        capture_inputs: not None with data-parallel attention. Its idle ranks replay graphs without a plan, and SGLang
+            then leaves attention out.
     """
     from sglang.srt.model_executor.runner_utils.pool import graph_pool_capture_scope  # NEW_TREE only
 
