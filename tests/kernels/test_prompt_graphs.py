@@ -70,6 +70,8 @@ class Model:
             _graphs={},
             _outputs={},
             _copy_output_to_buffer=lambda *x: BreakableCudaGraphBackend._copy_output_to_buffer(None, *x),
+            _output_rows=lambda output, most: len(output),
+            _debug_eager=False,
             _pool=None,
             _capture_stream=torch.cuda.Stream() if ON_GPU else None,
         )
@@ -204,13 +206,16 @@ def test_batches_with_a_stored_prefix_keep_sglangs_graphs(uncaptured):
         check_answers(got, want, new, parts)
 
 
-@pytest.mark.parametrize("case", ["large", "prefix variant", "another break", "library", "subclass", "data parallel"])
+@pytest.mark.parametrize(
+    "case", ["large", "prefix variant", "another break", "library", "subclass", "data parallel", "eager"]
+)
 def test_what_cannot_be_captured_keeps_sglangs_graphs(uncaptured, monkeypatch, case):
     from sglang_kvq.sglang.attention import prompt_graphs
     from sglang_kvq.sglang.attention.backend import KVQuantBackend
 
     graph = SimpleNamespace(_break_fns=[None] * (LAYERS + (case == "another break")), replay=None)
     model = Model(P, True)
+    model.runner._debug_eager = case == "eager"
     if case == "library":
         model.ops.in_graphs = False
     if case == "subclass":

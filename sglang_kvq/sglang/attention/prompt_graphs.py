@@ -92,8 +92,8 @@ def around_capture_one(
     Only our own attention on a GPU with FlashAttention 3 can be captured, for up to ``MOST_TOKENS`` tokens.
 
     Args:
-        capture_inputs: not None with data-parallel attention. Its idle ranks replay graphs without a plan, and SGLang
-            then leaves attention out.
+        capture_inputs: not None with data-parallel attention. Its ranks have different batches, but their collectives
+            require that all of them replay the same graph.
     """
     from sglang.srt.model_executor.runner_utils.pool import graph_pool_capture_scope  # NEW_TREE only
 
@@ -101,11 +101,13 @@ def around_capture_one(
     backend, tokens, parts = self._model_runner.attn_backend, shape_key.size, self._graphs[shape_key]
     if type(backend) is not KVQuantBackend or not backend.ops.in_graphs or capture_inputs is not None:
         return
-    if tokens > MOST_TOKENS or shape_key.variant_label is not None or len(parts._break_fns) != len(backend.index_of):
+    only_attention = len(parts._break_fns) == len(backend.index_of) and not self._debug_eager
+    if tokens > MOST_TOKENS or shape_key.variant_label is not None or not only_attention:
         return
 
     def run() -> None:
-        self._copy_output_to_buffer(forward_fn(), self._outputs[shape_key], tokens)
+        output = forward_fn()
+        self._copy_output_to_buffer(output, self._outputs[shape_key], self._output_rows(output, tokens))
 
     graph = PromptGraph(backend, tokens, parts)
     with graph_pool_capture_scope():
