@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -225,6 +227,15 @@ def test_what_cannot_be_captured_keeps_sglangs_graphs(uncaptured, monkeypatch, c
     inputs = object() if case == "data parallel" else None
     prompt_graphs.around_capture_one(lambda *x: None, model.runner, key, model.forward, inputs)
     assert model.runner._graphs.value is graph
+
+
+def test_sglangs_objects_have_what_the_hook_uses():
+    from sglang.srt.model_executor.runner_backend import breakable_cuda_graph_backend as sglangs
+
+    used = "_model_runner _graphs _outputs _pool _capture_stream _debug_eager _copy_output_to_buffer _output_rows"
+    source = inspect.getsource(sglangs.BreakableCudaGraphBackend)
+    assert all(re.search(rf"(self\.|def ){name}\b", source) for name in used.split())
+    assert "self._break_fns" in inspect.getsource(sglangs.BreakableCUDAGraph)
 
 
 class Fixed:
