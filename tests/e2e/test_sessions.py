@@ -368,7 +368,7 @@ def test_what_a_session_cannot_serve_is_said(client, text, options, message):
 
 def test_other_bad_requests(client, text):
     assert client.send([text[:100], text[:90]], "bad").status_code == 400
-    assert "give 1 to 256" in client.send(text, "x" * 257).text
+    assert "must have 1 to 256" in client.send(text, "x" * 257).text
     plain = client.send(text[:100], None, sampling_params={"custom_params": {SELECTION: "x"}})
     assert plain.status_code == 400 and "no client may choose what is read" in plain.text
     assert "longer than the model's context length" in client.send(text + text, "bad").text

@@ -153,7 +153,7 @@ def test_an_inferred_folder_is_called_so(model_folder, folder, inferred):
         (dict(architectures=["SDARForCausalLM"]), "attention that looks at later tokens", "nothing planned"),
         (dict(architectures=["Gemma3ForCausalLM"], model_type="gemma3_text"), "sliding windows", "a pool of their own"),
         (dict(head_dim=80), "heads of 80 elements", None),
-        (dict(num_attention_heads=64, num_key_value_heads=1), "64 query heads per KV head.*add --tp 4", None),
+        (dict(num_attention_heads=64, num_key_value_heads=1), "64 query heads per KV head.*Add --tp 4", None),
         (dict(architectures=["SomethingElse"]), "SGLang has no class", None),
     ],
     ids=["by the table", "by the config", "size", "group", "unknown"],
