@@ -18,7 +18,7 @@ from sglang_kvq.attention.planning.new_tokens import direct_tokens
 from sglang_kvq.sglang.attention.backend import KVQuantBackend
 from sglang_kvq.sglang.types import Original
 
-#: Most tokens of a batch that is captured whole: the GPU takes longer for more than the host for all launches.
+#: Most tokens of a batch that is captured whole. For more tokens, the GPU takes longer than the host for all launches.
 MOST_TOKENS = 2048
 #: Most requests of such a batch.
 MOST_REQUESTS = 32
