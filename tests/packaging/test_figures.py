@@ -192,6 +192,17 @@ def test_decode_on_an_h100(cells: list[str]) -> None:
     assert all(agrees(cell, row[field]) for cell, field in zip(cells[1:], fields, strict=True)), (cells, row)
 
 
+@pytest.mark.parametrize("cells", tables(PERFORMANCE, "## Other geometries"), ids=lambda cells: cells[0])
+def test_other_geometries(cells: list[str]) -> None:
+    name = "decode ({} over {} heads of {})".format(*re.findall(r"\d+", cells[0]))
+    (row,) = (row for row in results("kernels_geometries_h100") if row["kernel"] == name and row["batch"] == 32)
+    fields = ("flashinfer_bf16_us", "fp8_best_us", "fp8_bound_us", "ours_us")
+    fields += ("ratio", "ratio_fp8_best", "ratio_fp8_bound", "percent")
+    row |= {"percent": 100 * row["bandwidth_fraction"]}
+    assert (row["context"], row["fp8_best"]) == (16384, "flashinfer")
+    assert all(agrees(cell, row[field]) for cell, field in zip(cells[1:], fields, strict=True)), (cells, row)
+
+
 FLASH = "## FlashAttention 3 over FP8\n"
 
 
