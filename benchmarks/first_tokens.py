@@ -1,15 +1,16 @@
 """Measures the time to the first token of short prompts on several servers, which take turns on one GPU.
 
     python benchmarks/first_tokens.py --out benchmarks/results/first_tokens_h100.json
+    python benchmarks/first_tokens.py --after 4096 --out benchmarks/results/first_tokens_after_h100.json
     python benchmarks/first_tokens.py --methods none,oscar --eager --layers 12 --out FILE
     python benchmarks/first_tokens.py --table --out FILE
 
 The servers run at the same time and differ only in their cache. ``--eager`` adds a server of each method that prefills
 without CUDA graphs. In a round each server gets new prompts while the others are idle, so a slow spell of the host
-meets all servers. The prefix caches are emptied now and then; the round after that does not count. Row ``first tokens,
-METHOD``:
+meets all servers. The prefix caches are emptied now and then; the round after that does not count. With ``--after N``
+all prompts begin with the same N tokens, which are cached. Row ``first tokens, METHOD``:
 
-ttft_TxN_ms     of N prompts of T tokens that arrive at once: the median over rounds, of each round's slowest prompt
+ttft_TxN_ms     of N prompts of T new tokens that arrive at once: the median over rounds, of each round's slowest prompt
 quartiles_ms    first and third quartile of the same
 stages_ms       median ms until the prefill begins, until its result is ready, and until the first token is received
 """
@@ -33,7 +34,7 @@ from benchmarks import record
 from benchmarks.bench_serving import servers
 from benchmarks.bench_serving.tables import first_tokens
 from benchmarks.capacity import MODEL, existing_folder, geometry_and_flags, name_of
-from benchmarks.serving import Client, Stream
+from benchmarks.serving import Client, Failed, Stream
 from sglang_kvq.errors import KVQuantError
 
 TOKENS, AT_ONCE = (64, 128, 256, 512, 1024), (1, 8)
@@ -42,27 +43,39 @@ TOKENS, AT_ONCE = (64, 128, 256, 512, 1024), (1, 8)
 ROUNDS, BLOCKS, BEFORE = 6, 8, 1
 #: Longest request, and the flags of all servers: several fit on one GPU.
 LONGEST = 2048
-SHARED = (
-    *("--mem-fraction-static", "0.9", "--max-total-tokens", str(ROUNDS * max(AT_ONCE) * max(TOKENS) + 8192)),
-    *("--max-running-requests", "16"),
-)
+SHARED = ("--mem-fraction-static", "0.9", "--max-running-requests", "16")
+CACHE = ROUNDS * max(AT_ONCE) * max(TOKENS) + 8192  # tokens
 EAGER = "--disable-prefill-cuda-graph"
 Row = dict[str, Any]
 
 
-def rounds(clients: Sequence[Client]) -> Iterator[tuple[str, list[list[Stream]]]]:
-    """Yields each ``ttft_TxN`` with, for each client, the slowest request of every round that counts."""
+def rounds(clients: Sequence[Client], after: int = 0) -> Iterator[tuple[str, list[list[Stream]]]]:
+    """Yields each ``ttft_TxN`` with, for each client, the slowest request of every round that counts.
+
+    Args:
+        after: cached tokens with which all prompts begin.
+
+    Raises:
+        Failed: they were not cached.
+    """
     for tokens in TOKENS:
         for count in AT_ONCE:
             found: list[list[Stream]] = [[] for _ in clients]
             for block in range(-BEFORE, BLOCKS):
+                stored = [client.prompt("stored", 0, after) for client in clients] if after else []
                 for client in clients:
                     client.server.drain()
+                for client, begin in zip(clients, stored):
+                    client.cache([begin])
                 for turn in range(ROUNDS):
                     name = f"{tokens}x{count} {block * ROUNDS + turn}"
-                    for client, streams in zip(clients, found):
+                    for number, (client, streams) in enumerate(zip(clients, found)):
                         prompts = [client.prompt(name, i, tokens) for i in range(count)]
+                        if after:
+                            prompts = [stored[number] + prompt for prompt in prompts]
                         slowest = max(client.run(prompts, 1), key=lambda stream: stream.ttft)
+                        if after and slowest.cached < after - client.uncached:
+                            raise Failed(f"only {slowest.cached} of {after} tokens were cached")
                         if block >= 0 and turn > 0:
                             streams.append(slowest)
             yield f"ttft_{tokens}x{count}", found
@@ -87,6 +100,7 @@ def main() -> None:
     parser.add_argument("--eager", action="store_true", help="each method also without CUDA graphs for prefill")
     parser.add_argument("--model", type=existing_folder, default=MODEL, help="a folder with a config.json")
     parser.add_argument("--layers", type=int, help="use only the model's first N layers")
+    parser.add_argument("--after", type=int, default=0, metavar="N", help="cached tokens before each prompt; default 0")
     parser.add_argument("--cpu", action="store_true", help="servers on the CPU engine: only shows that this works")
     parser.add_argument("--logs", type=Path, help="folder for logs; default a temporary one")
     parser.add_argument("--table", action="store_true", help="only print the table of --out")
@@ -98,8 +112,9 @@ def main() -> None:
         specs = servers.specs_of(args.methods)
     except KVQuantError as error:
         parser.error(str(error))
-    graphs = servers.Setup(args.model, args.layers, SHARED, (), None, args.cpu)
-    eager = replace(graphs, shared=(*SHARED, EAGER))
+    shared = (*SHARED, "--max-total-tokens", str(CACHE + 2 * args.after))
+    graphs = servers.Setup(args.model, args.layers, shared, (), None, args.cpu)
+    eager = replace(graphs, shared=(*shared, EAGER))
     jobs = [(spec, setup) for setup in ([graphs, eager] if args.eager else [graphs]) for spec in specs]
     labels = [servers.label(spec, setup) + (f" {EAGER}" if setup is eager else "") for spec, setup in jobs]
     layers = geometry_and_flags(args.model, args.layers)[0].layers
@@ -108,7 +123,7 @@ def main() -> None:
         folder = args.logs or Path(temporary)
         tokenizer = graphs.tokenizer(folder)
         made = [
-            servers.server(spec, setup, tokenizer, LONGEST, folder / str(number))
+            servers.server(spec, setup, tokenizer, LONGEST + args.after, folder / str(number))
             for number, (spec, setup) in enumerate(jobs)
         ]
         for server in made:
@@ -118,7 +133,7 @@ def main() -> None:
         facts = [servers.facts(server, spec) for server, (spec, _) in zip(running, jobs)]
         print(f"{len(running)} servers: {', '.join(labels)}", flush=True)
         streams: list[dict[str, list[Stream]]] = [{} for _ in jobs]
-        for name, found in rounds(clients):
+        for name, found in rounds(clients, args.after):
             for of_server, mine in zip(streams, found):
                 of_server[name] = mine
             medians = [statistics.median(1e3 * stream.ttft for stream in mine) for mine in found]
@@ -128,6 +143,7 @@ def main() -> None:
             "scenario": name_of(args.model, args.layers, f"first tokens, {label}"),
             "unit": "ms",
             "method": label,
+            "after": args.after,
             **figures(named),
             **fact,
         }

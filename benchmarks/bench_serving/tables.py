@@ -96,7 +96,8 @@ def first_tokens(rows: Sequence[Row]) -> str:
             ratio = f" ({by[method][name] / by['none'][name]:.2f}x)" if method != "none" and "none" in by else ""
             cells.append(f"{by[method][name]:.1f}{ratio}")
         lines.append(cells)
-    return _table("Time to the first token of short prompts on an idle server, in ms", lines)
+    after = f" after {rows[0]['after']:,} cached tokens" if rows[0].get("after") else ""
+    return _table(f"Time to the first token of short prompts{after} on an idle server, in ms", lines)
 
 
 def _table(title: str, lines: Sequence[Sequence[str]]) -> str:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from sglang_kvq.attention.drafts import DraftBatch
+from sglang_kvq.attention.planning.graph_tables import GraphTables
 from sglang_kvq.attention.scores.scoring import ScoringPart
 from sglang_kvq.cache.pool import PagePool
 
@@ -65,8 +66,10 @@ class ExtendBatch:
         direct_tokens: int64 ``[m]``: the index of the first token of each page that is quantized directly from the
             activations. Such a page is whole, and its tokens are consecutive.
         bounds: int32 ``[n + 1]`` on the device: bounds of the requests' tokens, if a CUDA graph is captured that runs
-            other batches later. No request then has a stored prefix, and ``new_lens`` has only the total. Otherwise
-            None.
+            other batches of new prompts later. No request then has a stored prefix, and ``new_lens`` has only the
+            total. Otherwise None.
+        tables: the plan, if a CUDA graph is captured that runs other batches over stored prefixes later. Lengths then
+            mean nothing, and ``rows`` are those of the tables. Otherwise None.
     """
 
     rows: torch.Tensor
@@ -75,6 +78,7 @@ class ExtendBatch:
     loc: torch.Tensor
     direct_tokens: torch.Tensor
     bounds: torch.Tensor | None = None
+    tables: GraphTables | None = None
 
 
 class AttentionOps(ABC):
@@ -87,12 +91,25 @@ class AttentionOps(ABC):
     ``PageFormat.quantize_pages``.
     """
 
-    #: True if a CUDA graph can contain whole prefills of new prompts (``ExtendBatch.bounds``).
+    #: True if a CUDA graph can contain whole prefills (``ExtendBatch.bounds`` and ``tables``).
     in_graphs = False
 
     def __init__(self, pool: PagePool, rotations: LayerRotations) -> None:
         self.pool = pool
         self.rotations = rotations
+
+    def graph_tables(self, tokens: int, requests: int) -> GraphTables | None:
+        """Returns tables for a CUDA graph over stored prefixes; None if there is no kernel for it.
+
+        Args:
+            tokens: new tokens of a batch, padding included.
+            requests: most requests of a batch.
+        """
+        return None
+
+    def suits_graph(self, batch: ExtendBatch) -> bool:
+        """Returns whether a CUDA graph with ``graph_tables`` is expected to run a batch faster than layer by layer."""
+        return False
 
     def own_buffers(self) -> AbstractContextManager[None]:
         """Keeps buffers that layers share out of a CUDA graph that is captured meanwhile; the graph has its own."""

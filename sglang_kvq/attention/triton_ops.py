@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -13,7 +13,8 @@ from sglang_kvq.attention.base import AttentionOps, ExtendBatch, LayerRotations
 from sglang_kvq.attention.drafts import DraftBatch
 from sglang_kvq.attention.planning.extend_costs import Geometry
 from sglang_kvq.attention.planning.extend_plan import Slab, plan_slabs
-from sglang_kvq.attention.planning.short_extend import AS_MEASURED, PlannedExtend, ShortExtends, plan_short
+from sglang_kvq.attention.planning.graph_tables import GraphTables, PlannedExtend
+from sglang_kvq.attention.planning.short_extend import AS_MEASURED, ShortExtends, plan_short
 from sglang_kvq.attention.planning.step_order import StepOrder
 from sglang_kvq.attention.planning.step_plan import StepPlan, StepPlans
 from sglang_kvq.attention.ragged import PlannedCall, RaggedPrefill, workspace_tokens
@@ -31,7 +32,7 @@ from sglang_kvq.kernels.device.arguments import Stored
 from sglang_kvq.kernels.device.codes import PlaneRecord, Record, record_of
 from sglang_kvq.kernels.device.common import INTERPRETED, can_overlap
 from sglang_kvq.kernels.device.shape import value_dims
-from sglang_kvq.kernels.extend.extend_attention import extend, is_cheap
+from sglang_kvq.kernels.extend.extend_attention import extend, extend_launch, is_cheap
 from sglang_kvq.kernels.extend.flash_attention import flash_attention, plan_tiles, rows_per_tile
 from sglang_kvq.kernels.extend.gather_pages import gather_pages
 from sglang_kvq.kernels.quantize.keep_sink_tokens import restore_pages
@@ -40,6 +41,9 @@ from sglang_kvq.kernels.quantize.rotate import Store, rotate, split_rotation
 
 #: Most new tokens of a batch whose layers all write rotated queries, keys and values to the same buffers.
 _REUSED_TOKENS = 1024
+#: Microseconds that a layer's attention may take longer in a CUDA graph than in the best way outside one. Outside, the
+#: host launches it, which takes 180 to 360 us on a host of an H100, and the GPU waits.
+_GRAPH_SAVES_US = 100.0
 
 
 @dataclass
@@ -301,6 +305,16 @@ class TritonOps(AttentionOps):
         attend(layer, out, q, k, v, plans, scale, sinks)
         return out
 
+    def graph_tables(self, tokens: int, requests: int) -> GraphTables | None:
+        if self.short is None or not self.in_graphs:
+            return None
+        launch = self.short.launch or extend_launch(self.pool.head_dim)
+        return GraphTables(tokens, requests, self.geometry, launch, self.pool.device)
+
+    def suits_graph(self, batch: ExtendBatch) -> bool:
+        short = self.short and replace(self.short, least_prefix=1, spare_us=_GRAPH_SAVES_US)
+        return short is not None and all(self._is_short(short, batch, cheap) for cheap in set(self._cheap))
+
     def _plans_of(self, batch: ExtendBatch) -> BatchPlans:
         if self._extend_plans is None or self._extend_plans.batch is not batch:
             self._extend_plans = BatchPlans(batch)
@@ -310,12 +324,21 @@ class TritonOps(AttentionOps):
         """Returns the method that attends in layers whose records are cheap, or are not (``extend.is_cheap``)."""
         if batch.bounds is not None and self.prefill is not None:  # ``in_graphs``
             return partial(self._extend_ragged, self.prefill)
-        library = self.prefill if self.prefill is not None and self.prefill.suits(batch.new_lens) else None
-        capacity = library.capacity if library else self.slab_pages * PAGE_SIZE
-        lens = (batch.prefix_lens, batch.new_lens)
-        if self.short is not None and self.short.suits(*lens, self.geometry, cheap, capacity, library is not None):
+        if batch.tables is not None and self.short is not None:  # ``graph_tables``
             return partial(self._extend_short, self.short)
+        if self.short is not None and self._is_short(self.short, batch, cheap):
+            return partial(self._extend_short, self.short)
+        library = self._library(batch)
         return partial(self._extend_ragged, library) if library else self._extend_slabs
+
+    def _is_short(self, short: ShortExtends, batch: ExtendBatch, cheap: bool) -> bool:
+        library = self._library(batch)
+        capacity = library.capacity if library else self.slab_pages * PAGE_SIZE
+        return short.suits(batch.prefix_lens, batch.new_lens, self.geometry, cheap, capacity, library is not None)
+
+    def _library(self, batch: ExtendBatch) -> RaggedPrefill | None:
+        """Returns the library that would attend to dequantized prefixes; None if our own kernel would."""
+        return self.prefill if self.prefill is not None and self.prefill.suits(batch.new_lens) else None
 
     def _extend_short(
         self,
@@ -331,7 +354,8 @@ class TritonOps(AttentionOps):
     ) -> None:
         """Attends with the kernel that reads stored pages directly; writes the result to ``out``."""
         if plans.short is None:
-            plans.short = plan_short(plans.batch, short, self.geometry, self.pool.device)
+            tables = plans.batch.tables
+            plans.short = tables.plan if tables else plan_short(plans.batch, short, self.geometry, self.pool.device)
         plan, rows = plans.short, plans.batch.rows
         partial = torch.empty(plan.partials, *q.shape[1:], dtype=torch.float32, device=q.device)
         lse = torch.empty(partial.shape[:2], dtype=torch.float32, device=q.device)

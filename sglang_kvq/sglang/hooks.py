@@ -445,8 +445,8 @@ _SCHEDULER: tuple[Hook, ...] = (
            "attention.backend:around_capture_plan", "the requests of a capture are padding", only=NEW_TREE),
     around("model_executor.runner_backend.breakable_cuda_graph_backend.BreakableCudaGraphBackend."
            "capture_one(shape_key, forward_fn, capture_inputs, post_warmup_hook)",
-           "attention.prompt_graphs:around_capture_one", "new prompts in one CUDA graph", only=NEW_TREE),
-    call("model_executor.runner_utils.pool.graph_pool_capture_scope()", "new prompts in one CUDA graph", only=NEW_TREE),
+           "attention.prompt_graphs:around_capture_one", "prompts in one CUDA graph", only=NEW_TREE),
+    call("model_executor.runner_utils.pool.graph_pool_capture_scope()", "prompts in one CUDA graph", only=NEW_TREE),
     subclass(f"{_BACKEND}.init_forward_metadata_out_graph(forward_batch, in_capture)", "plans a batch"),
     subclass(f"{_BACKEND}.init_cuda_graph_state(max_bs, max_num_tokens)", "CUDA graphs"),
     subclass(f"{_BACKEND}.update_verify_buffers_to_fill_after_draft(spec_info, cuda_graph_bs)", "verifies drafts"),

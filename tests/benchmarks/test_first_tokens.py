@@ -46,11 +46,16 @@ def test_the_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyt
 class Recorded:
     """A client whose answers carry a number: how many runs there were since its cache was emptied."""
 
+    uncached = 64
+
     def __init__(self) -> None:
-        self.server, self.since, self.prompts = self, 0, set()
+        self.server, self.since, self.prompts, self.stored = self, 0, set(), None
 
     def drain(self) -> None:
-        self.since = 0
+        self.since, self.stored = 0, None
+
+    def cache(self, prompts: list) -> None:
+        (self.stored,) = prompts
 
     def prompt(self, kind: str, index: int, tokens: int) -> tuple:
         return kind, index, tokens
@@ -63,6 +68,8 @@ class Recorded:
 
 
 class Answer:
+    cached = 500
+
     def __init__(self, since: int, ttft: float) -> None:
         self.since, self.ttft = since, ttft
 
@@ -78,6 +85,19 @@ def test_rounds_after_an_emptied_cache_do_not_count(monkeypatch: pytest.MonkeyPa
             assert {answer.since for answer in mine} == set(range(2, ROUNDS + 1))
             slowest = int(name.rpartition("x")[2]) - 1
             assert {answer.ttft for answer in mine} == {slowest}
+
+
+def test_prompts_after_cached_tokens_begin_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(first_tokens, "ROUNDS", ROUNDS)
+    client = Recorded()
+    run, began = client.run, []
+    monkeypatch.setattr(
+        client, "run", lambda prompts, n: began.append((client.stored, [p[:3] for p in prompts])) or run(prompts, n)
+    )
+    next(first_tokens.rounds([client], 512))
+    assert began and all(stored and {*begins} == {stored} for stored, begins in began)
+    with pytest.raises(first_tokens.Failed, match="only 500 of 600 tokens"):
+        next(first_tokens.rounds([Recorded()], 600))
 
 
 def test_the_table_compares_with_bf16() -> None:

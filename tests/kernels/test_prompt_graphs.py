@@ -1,4 +1,4 @@
-"""Whole prefills of new prompts in one CUDA graph do what SGLang's graphs, with attention between them, do."""
+"""Whole prefills of short prompts in one CUDA graph do what SGLang's graphs, with attention between them, do."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import torch
 
 from sglang_kvq.attention import fa3
 from sglang_kvq.attention.base import LayerRotations
+from sglang_kvq.attention.planning.extend_costs import ExtendCosts
+from sglang_kvq.attention.planning.short_extend import ShortExtends
 from sglang_kvq.attention.ragged import RaggedPrefill
 from sglang_kvq.attention.triton_ops import TritonOps
 from sglang_kvq.cache.integrity import check_integrity
@@ -44,7 +46,7 @@ class Model:
 
     capturing: Model
 
-    def __init__(self, size: int, whole: bool) -> None:
+    def __init__(self, size: int, whole: bool, short: ShortExtends | None = None) -> None:
         from sglang.srt.model_executor.runner_backend.breakable_cuda_graph_backend import BreakableCudaGraphBackend
 
         from sglang_kvq.sglang.attention.backend import KVQuantBackend
@@ -59,7 +61,7 @@ class Model:
         turn = torch.linalg.qr(torch.randn(LAYERS, 1, D, D, generator=draw))[0].to(DEVICE)
         library = fa3.load(torch.device(DEVICE), D)[0] if ON_GPU else FA3_STANDIN
         prefill = RaggedPrefill(library, Q_HEADS, KV_HEADS, D, torch.device(DEVICE), 8 * P)
-        self.ops = TritonOps(self.pool, LayerRotations(k=turn), Q_HEADS, max_batch=ROWS, prefill=prefill, short=None)
+        self.ops = TritonOps(self.pool, LayerRotations(k=turn), Q_HEADS, max_batch=ROWS, prefill=prefill, short=short)
         self.tiers = TritonTierManager(self.pool, SINKS, RECENT, self.ops.quantize_slots)
         self.backend = KVQuantBackend(self.ops, self.tiers, range(LAYERS))
         self.size, self.whole = size, whole
@@ -82,7 +84,8 @@ class Model:
         results = []
         for layer, inputs in enumerate(self.inputs):
             out = torch.zeros(self.size, Q_HEADS * D, dtype=torch.bfloat16, device=DEVICE)
-            n = self.size if self.backend.batch.bounds is not None else self.raw
+            batch = self.backend.batch
+            n = self.raw if batch.bounds is None and batch.tables is None else self.size
             q, k, v = inputs[:n].split(WIDTHS, 1)
             of = SimpleNamespace(head_dim=D, layer_id=layer, scaling=D**-0.5, k_scale=None, v_scale=None)
             got = self.backend.forward_extend(q, k, v, of, SimpleNamespace(forward_mode=MODE, _attn_output=out[:n]))
@@ -146,7 +149,7 @@ def uncaptured(monkeypatch: pytest.MonkeyPatch) -> None:
     def captured(run, pool, stream):
         backend = Model.capturing.backend
         held = {name: getattr(backend, name) for name in ("batch", "direct_pages", "fresh", "decoding", "scored")}
-        assert held["batch"].bounds is not None
+        assert (held["batch"].bounds is None) != (held["batch"].tables is None)
 
         def replay():
             planned = {name: getattr(backend, name) for name in held}
@@ -159,8 +162,8 @@ def uncaptured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prompt_graphs, "captured", captured)
 
 
-def pair(size: int) -> tuple[Model, Model]:
-    models = Model(size, True), Model(size, False)
+def pair(size: int, short: ShortExtends | None = None) -> tuple[Model, Model]:
+    models = Model(size, True, short), Model(size, False, short)
     for model in models:
         model.capture()
     return models
@@ -183,7 +186,7 @@ BATCHES = [[256], [200], [64, 65, 1], [1] * 33, [5] * 32]
 def test_answers_and_pages_are_those_of_sglangs_graphs(uncaptured):
     """Bit for bit, for lone prompts, several, and padding; longer prompts also quantize pages directly."""
     whole, parts = pair(4 * P)
-    assert whole.runner._graphs[whole.key]._direct.shape[1] == 2
+    assert whole.runner._graphs[whole.key].graphs[0]._direct.shape[1] == 2
     for seed, new in enumerate(BATCHES):
         for model in (whole, parts):
             model.tiers.pending.free_rows(list(range(1, ROWS)))
@@ -196,6 +199,58 @@ def test_answers_and_pages_are_those_of_sglangs_graphs(uncaptured):
             assert torch.equal(mine, theirs), new
     for model in (whole, parts):
         check_integrity(model.tiers)
+
+
+#: The graph's size, and each request's tokens stored before and new ones: a page that is quantized directly, broken
+#: pages, a history, padding, and as many requests as a graph has.
+CONTINUED = [
+    (2 * P, [2 * P], [2 * P]),
+    (P, [2, 2 * P + 5, 0], [1, 20, 30]),
+    (P, [2] * 32, [1] * 32),
+]
+
+
+@pytest.mark.parametrize(("size", "before", "new"), CONTINUED)
+def test_continued_prompts_are_answered_as_by_sglangs_graphs(uncaptured, size, before, new):
+    """Bit for bit; padding changes nothing."""
+    whole, parts = pair(size, ShortExtends(costs=None, least_prefix=1))
+    rows = list(range(1, len(new) + 1))
+    for model in (whole, parts):
+        if len(rows) > 1:
+            model.prefill(rows, [0] * len(rows), [min(count, 2) for count in before], 100)
+        for row, count in zip(rows, before):
+            for first in range(0 if len(rows) == 1 else 2, count, size):
+                model.prefill([row], [first], [min(count - first, size)], 100 + row)
+    for mine, theirs in zip(stored(whole), stored(parts)):
+        mine.copy_(theirs)  # what both read is equal, whatever wrote it
+    eager = whole.eager
+    got, want = (model.prefill(rows, before, new, 1) for model in (whole, parts))
+    assert whole.eager == eager, "runs in one graph"
+    assert torch.equal(got, want)
+    assert whole.runner._outputs[whole.key].isfinite().all(), "padding goes through the layers after attention"
+    for mine, theirs in zip(stored(whole), stored(parts)):
+        assert torch.equal(mine, theirs)
+    for model in (whole, parts):
+        check_integrity(model.tiers)
+
+
+def test_long_and_many_continued_prompts_keep_sglangs_graphs(uncaptured):
+    """The direct kernel suits batches for which it is about as fast as dequantizing first."""
+    whole = Model(P, True, ShortExtends(costs=ExtendCosts(direct=(1e3, 0, 0), dequantized=(0,) * 6), least_prefix=1))
+    whole.capture()
+    assert len(whole.runner._graphs[whole.key].graphs) == 2
+    whole.prefill([1], [0], [P], 1)
+    assert whole.eager == 0
+    whole.prefill([1], [P], [1], 2)
+    assert whole.eager == 1
+    whole.ops.short = ShortExtends(costs=None, least_prefix=1)
+    waits: list[int] = []
+    counter = SimpleNamespace(wait_until=waits.append)
+    whole.backend.token_to_kv_pool = SimpleNamespace(layer_transfer_counter=counter)
+    whole.prefill([1], [P + 1], [1], 3)
+    assert whole.eager == 1 and waits[0] == LAYERS - 1, "pages of all layers must be there before the graph runs"
+    whole.prefill(list(range(1, 34)), [P] + [0] * 32, [1] * 33, 4)
+    assert whole.eager == 2
 
 
 def test_batches_with_a_stored_prefix_keep_sglangs_graphs(uncaptured):

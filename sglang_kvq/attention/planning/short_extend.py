@@ -8,6 +8,7 @@ import torch
 
 from sglang_kvq.attention.base import ExtendBatch
 from sglang_kvq.attention.planning.extend_costs import H200, ExtendCosts, Geometry
+from sglang_kvq.attention.planning.graph_tables import PlannedExtend
 from sglang_kvq.cache.transfer import to_device
 from sglang_kvq.kernels.extend.extend_attention import FIELDS, ExtendLaunch, extend_launch, plan_extend
 
@@ -18,6 +19,7 @@ class ShortExtends:
 
     Attributes:
         costs: predict the times of both ways; with None, predicted time is no criterion.
+        spare_us: how much longer the direct kernel may take than dequantizing first, in microseconds.
         most_rows_unpacked: most new tokens times query heads per KV head in a request, if records are not cheap to
             dequantize (``extend.is_cheap``). Every tile of rows dequantizes them again.
         least_prefix: fewest stored tokens of a batch that the direct kernel serves.
@@ -28,6 +30,7 @@ class ShortExtends:
     most_rows_unpacked: int = 128
     least_prefix: int = 512
     launch: ExtendLaunch | None = None
+    spare_us: float = 0.0
 
     def suits(
         self,
@@ -50,27 +53,13 @@ class ShortExtends:
         if self.costs is None:
             return True
         direct = self.costs.direct_us(prefix_lens, new_lens, geometry, cheap, self.launch)
-        return direct <= self.costs.dequantized_us(prefix_lens, new_lens, geometry, capacity, flashinfer)
+        return direct - self.spare_us <= self.costs.dequantized_us(
+            prefix_lens, new_lens, geometry, capacity, flashinfer
+        )
 
 
 #: The choice by the model of measured times in ``extend_costs``.
 AS_MEASURED = ShortExtends()
-
-
-@dataclass(frozen=True)
-class PlannedExtend:
-    """A batch's plan on the device, for all layers.
-
-    Attributes:
-        launch: the launch parameters for which the plan was made.
-        items, spans: see ``kernels.extend.ExtendPlan``.
-        partials: number of partial results that the items leave.
-    """
-
-    launch: ExtendLaunch
-    items: torch.Tensor
-    spans: torch.Tensor
-    partials: int
 
 
 def plan_short(batch: ExtendBatch, short: ShortExtends, geometry: Geometry, device: torch.device) -> PlannedExtend:

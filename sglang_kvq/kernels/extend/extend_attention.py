@@ -8,6 +8,8 @@ no part of the prefix is written anywhere.
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
+from operator import mul
 from typing import NamedTuple
 
 import numpy as np
@@ -30,6 +32,8 @@ from sglang_kvq.kernels.extend.history_planes import history_planes
 #: Fixed cost of an item, in units: loading its queries, storing its result, the first loads. It was 13, by
 #: ``extend_costs``, when BF16 pages were read without copies ahead, which was part of it.
 ITEM_COST = 7
+#: The most waves of items, in addition to those that whole tiles need.
+MORE_WAVES = 3
 
 
 @dataclass(frozen=True)
@@ -131,7 +135,7 @@ def plan_extend(prefix_lens: list[int], new_lens: list[int], gqa_group: int, row
     units = -(-prefix[request] // PAGE_SIZE) + -(-last_token // PAGE_SIZE)
     # A token's heads may be in two tiles, so all tiles of a request have as many parts as the last, which sees most.
     most = -(-prefix // PAGE_SIZE) + -(-new // PAGE_SIZE)
-    per_request = -(-most // _schedule(most, tiles, wave)[1]) if len(units) else most
+    per_request = -(-most // _schedule(*_counts(most, tiles), wave)[1]) if len(units) else most
     parts = per_request[request]
     results = np.where(per_request > 1, new * per_request, 0)
     begins = np.cumsum(results) - results
@@ -164,25 +168,38 @@ def schedule(prefix_lens: list[int], new_lens: list[int], gqa_group: int, rows: 
     """Returns ``plan_extend``'s number of waves and maximum units per item, for the same arguments."""
     prefix, new = np.array(prefix_lens, np.int64), np.array(new_lens, np.int64)
     tiles = -(-new * gqa_group // rows)
-    return _schedule(-(-prefix // PAGE_SIZE) + -(-new // PAGE_SIZE), tiles, wave) if tiles.any() else (0, 0)
+    units = -(-prefix // PAGE_SIZE) + -(-new // PAGE_SIZE)
+    return _schedule(*_counts(units, tiles), wave) if tiles.any() else (0, 0)
 
 
-def _schedule(units: np.ndarray, tiles: np.ndarray, wave: int) -> tuple[int, int]:
+def _counts(units: np.ndarray, tiles: np.ndarray) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Returns the units and tiles of the requests that have any, as ``_schedule`` takes them."""
+    return tuple(units[tiles > 0].tolist()), tuple(tiles[tiles > 0].tolist())
+
+
+def most_items(tokens: int, requests: int, gqa_group: int, rows: int, wave: int) -> int:
+    """Returns the most items that ``plan_extend`` makes of so many new tokens in at most so many requests."""
+    tiles = tokens * gqa_group // rows + min(requests, tokens)  # each request may have one that is not full
+    return (-(-tiles // wave) + MORE_WAVES) * wave
+
+
+@lru_cache(maxsize=4)  # the choice of a way and the plan ask for the same batch
+def _schedule(units: tuple[int, ...], tiles: tuple[int, ...], wave: int) -> tuple[int, int]:
     """Returns the number of waves that takes the least time, and its maximum units per item.
 
     units, tiles: of each request.
     """
-    count, total, most = int(tiles.sum()), int((tiles * units).sum()), int(units.max())
+    count, total, most = sum(tiles), sum(map(mul, tiles, units)), max(units)
     least = -(-count // wave)
     best = (float("inf"), 0, 0)
-    for waves in range(least, least + 4):
+    for waves in range(least, least + MORE_WAVES + 1):
         # The result lies between that for parts without remainders and that for a remainder in every tile.
         spare = waves * wave - count
         high = most if spare == 0 else min(-(-total // spare), most)
         low = min(-(-total // (waves * wave)), high)
         while low < high:
             middle = (low + high) // 2
-            fits = np.sum(tiles * -(-units // middle)) <= waves * wave
+            fits = sum([t * -(-u // middle) for t, u in zip(tiles, units)]) <= waves * wave
             low, high = (low, middle) if fits else (middle + 1, high)
         best = min(best, (waves * (low + ITEM_COST), waves, low))
     return best[1:]

@@ -135,17 +135,20 @@ class KVQuantBackend(AttentionBackend):
         ids = own[direct] // PAGE_SIZE if pages.size else direct  # short prompts have none
         self.direct_pages = self.tiers.plan_extend(rows, prefix_lens, seq_lens, longest, ids)
 
-    def plan_graph(self, tokens: int, bounds: torch.Tensor, direct: torch.Tensor) -> None:
-        """Prepares the layers of a CUDA graph that later runs any new prompts of up to ``tokens`` tokens in all.
-
-        SGLang has prepared a batch of padding of this size, whose locations are in the buffer that it fills later.
+    def plan_graph(self, batch: ExtendBatch, pages: torch.Tensor) -> None:
+        """Prepares the layers of a CUDA graph that later runs other batches.
 
         Args:
-            bounds: see ``ExtendBatch``.
-            direct: int64 ``[2, n]``: ``ExtendBatch.direct_tokens``, and the pages that these become.
+            batch: has ``bounds`` or ``tables``.
+            pages: int64 ``[n]``, the pages that ``batch.direct_tokens`` become.
         """
-        self.batch = ExtendBatch(self.batch.rows, [0], [tokens], self.batch.loc, direct[0], bounds)
-        self.scored, self.fresh, self.decoding, self.direct_pages = [], True, None, direct[1]
+        self.batch, self.fresh, self.direct_pages = batch, batch.tables is None, pages
+        self.scored, self.decoding = [], None
+
+    def wait_for_pages(self, layer: int) -> None:
+        """Makes the device wait until the pages of a layer, and of those before it, have arrived from the host."""
+        if (loaded := getattr(self.token_to_kv_pool, "layer_transfer_counter", None)) is not None:
+            loaded.wait_until(layer)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         self.ops.reserve(max_bs)  # graphs pad batches to more rows than requests may run
@@ -316,8 +319,7 @@ class KVQuantBackend(AttentionBackend):
         if v.dim() == 2:
             v = v.reshape(v.shape[0], -1, layer.head_dim)
         index = self.index_of[layer.layer_id]
-        if (loaded := getattr(self.token_to_kv_pool, "layer_transfer_counter", None)) is not None:
-            loaded.wait_until(index)
+        self.wait_for_pages(index)
         return q, k, v, index
 
 
