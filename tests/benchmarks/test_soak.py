@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import soak
+from benchmarks import soak, soak_check
 from benchmarks.answers import Bound, Difference, Step, greedy_difference
 from benchmarks.soak_traffic import Answer
 
@@ -181,7 +181,7 @@ def test_a_conversation_is_read_turn_by_turn(pieces, wrong):
     """The third turn was computed from pages that were themselves computed from pages, all without BF16 copies."""
     prompt = [5] * 640
     said = [FakeServer.logprob(prompt + [7] * n, 7, 0.3 * pieces) for n in range(3)]
-    checker = soak.Checker(Reader(), SCALE, False)
+    checker = soak_check.Checker(Reader(), SCALE, False)
     checker.bound = Bound(0.1, 0.2)
     checker.check(Answer("conversation", prompt, [7, 7, 7], said, 576, turns=[128, 320]))
     assert (checker.compared, checker.wrong) == (1, wrong)
