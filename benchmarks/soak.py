@@ -47,7 +47,9 @@ from launch.server import ServerError
 from sglang_kvq.server_process import ServerFailed, free_port
 
 GPU = Scale(16, 12000, (4, 48), (200, 400), 32768, 2048, 16, 24, 24, 0.3, 60.0, 90)
-CPU = Scale(16, 700, (4, 12), (20, 40), 2560, 256, 4, 5, 8, 3.0, 60.0, 8)
+#: Chunks exceed ``--kv-quant-recent``. Otherwise the server would reserve so many BF16 pages for prefill that no cached
+#: page ever lost its copy.
+CPU = Scale(16, 700, (4, 12), (20, 40), 2560, 320, 4, 5, 8, 3.0, 60.0, 8)
 #: An SGLang test setting retracts requests as if memory had run out, because releases differ in how close they let it
 #: come.
 RETRACT = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "300"}
@@ -83,12 +85,13 @@ class Soak:
     def say(self, text: str) -> None:
         print(f"[{time.monotonic() - self.begin:4.0f} s] {text}", flush=True)
 
-    def flags(self) -> list[str]:
+    def flags(self, pool: int) -> list[str]:
+        """Returns flags of all servers; ``pool`` is in tokens."""
         s = self.scale
         graphs = [] if self.cpu else ["--cuda-graph-max-bs-decode", str(s.requests)]
         return [
             *("--kv-quant", self.args.method, "--chunked-prefill-size", str(s.chunk)),
-            *("--max-total-tokens", str(s.pool), "--context-length", str(s.longest + s.long_answer[1] + 64)),
+            *("--max-total-tokens", str(pool), "--context-length", str(s.longest + s.long_answer[1] + 64)),
             *("--max-running-requests", str(s.requests), "--schedule-conservativeness", "0.05"),
             *graphs,
             *(SERVER_FLAGS if self.model.is_hybrid else ()),
@@ -102,9 +105,15 @@ class Soak:
     def own_flags(self) -> list[str]:
         """Returns flags of the server with traffic only; the reference answers without drafts and HiCache."""
         if self.args.hicache:
-            storage = ["--hicache-storage-backend", "file"] if self.args.hicache == "file" else []
-            return ["--enable-hierarchical-cache", "--hicache-ratio", "2", "--enable-cache-report", *storage]
+            return self.tiers()
         return ["--enable-streaming-session"] if self.streaming else self.drafts()
+
+    def tiers(self) -> list[str]:
+        """Returns flags of the server whose pages also go to the host, if one does."""
+        if not self.args.hicache:
+            return []
+        storage = ["--hicache-storage-backend", "file"] if self.args.hicache == "file" else []
+        return ["--enable-hierarchical-cache", "--hicache-ratio", "2", "--enable-cache-report", *storage]
 
     def drafts(self) -> list[str]:
         """Returns flags of the server that drafts, if one does."""
@@ -116,21 +125,25 @@ class Soak:
         ]
 
     def make_pair(self, gpus: tuple[int, int]) -> PairServer:
-        """Returns a pair whose decode server retracts and drafts; n-grams need nothing from the prefill server."""
+        """Returns a pair whose decode server retracts and drafts; n-grams need nothing from the prefill server.
+
+        HiCache is on the prefill server, because prompts are read there. The product refuses it at startup so far.
+        """
         port, env = free_port(), {}
         if self.cpu:
             known = plugin_path(self.folder).get("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
             env["PYTHONPATH"] = on_a_cpu(self.folder, known, drafts=bool(self.drafts()))
-        prefill = [*mode(self.args.pair), "prefill", "--disaggregation-bootstrap-port", str(port)]
+        prefill = [*mode(self.args.pair), "prefill", "--disaggregation-bootstrap-port", str(port), *self.tiers()]
         one = self.make("prefill", gpus[0], env, prefill)
         decode = [*mode(self.args.pair), "decode", *self.drafts()]
         return PairServer(one, self.make("decode", gpus[1], {**RETRACT, **env}, decode), port)
 
-    def make(self, name: str, gpu: int, env: dict[str, str], own: Sequence[str]) -> TinyServer:
+    def make(self, name: str, gpu: int, env: dict[str, str], own: Sequence[str], room: int = 1) -> TinyServer:
+        """Returns a server; ``room`` multiplies the size of its pool."""
         model = self.model.write(self.folder)
         # The check runs whenever the server is idle. tests/gpu also checks between steps, which would slow the traffic.
         base = {IDLE_CHECK: "1", **plugin_path(self.folder)}
-        flags = [*self.flags(), *own]
+        flags = [*self.flags(room * self.scale.pool), *own]
         base["SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"] = str(self.folder / "pages")
         return TinyServer(model, flags, cpu=self.cpu, log=self.folder / f"{name}.log", env={**base, **env}, gpus=[gpu])
 
@@ -175,7 +188,8 @@ class Soak:
         else:
             self.server = self.make("server", 0, RETRACT, self.own_flags())
         streaming = ["--enable-streaming-session"]
-        reference = self.make("reference", second_gpu, {}, streaming) if self.second else self.server
+        # Requests that take all BF16 copies must not evict the pages that they are taken from.
+        reference = self.make("reference", second_gpu, {}, streaming, room=2) if self.second else self.server
         servers = [self.server, reference] if self.second else [self.server]
         try:
             with ThreadPoolExecutor(len(servers)) as pool:  # servers end with its threads

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from benchmarks.answers import Bound, Difference, another_page, forced, token_difference
+from benchmarks.pair_server import PairServer
 from benchmarks.soak_traffic import Answer, Scale, draw_tokens
 from benchmarks.tiny_models import VOCABULARY
 from benchmarks.tiny_server import TinyServer, body
@@ -54,25 +55,30 @@ def ways(answer: Answer) -> Iterator[Way]:
     """Yields the pasts that an answer may have, as far as its client can know, the cheapest first.
 
     The client knows how many tokens were cached, and which of the prompt's beginnings were asked earlier. It does not
-    know where a chunk ended in a crowded batch, whether the cached part was computed again, where the window of its
-    request was, or whether others, HiCache or an eviction took its BF16 copies: a page keeps the effect of the pages it
-    was computed from.
+    know where a chunk ended in a crowded batch, whether the cached part was computed again, or where the windows of
+    earlier requests were. Others, an eviction or HiCache may have taken BF16 copies, and a page keeps the effect of the
+    pages it was computed from.
     """
-    cached = answer.cached // PAGE_SIZE * PAGE_SIZE
+    cached = _whole_pages(answer.cached)
     yield Way(cached)
-    middle = (cached + len(answer.prompt)) // 2 // PAGE_SIZE * PAGE_SIZE
+    middle = _whole_pages((cached + len(answer.prompt)) // 2)
     if middle > cached:
         yield Way(middle, (cached,))
     if not cached:
         return
-    turns = tuple(turn for turn in answer.turns if PAGE_SIZE <= turn < cached)
+    turns = tuple(sorted(turn for turn in set(map(_whole_pages, answer.turns)) if 0 < turn < cached))
     yield Way(0)
     yield Way(cached, beside=True)
     if turns:
         yield Way(cached, turns)
+        yield Way(cached, turns, beside=True)
     yield Way(cached, late=True)
     if turns:
         yield Way(cached, turns, late=True)
+
+
+def _whole_pages(tokens: int) -> int:
+    return tokens // PAGE_SIZE * PAGE_SIZE
 
 
 class Checker:
@@ -81,6 +87,8 @@ class Checker:
     def __init__(self, reference: TinyServer, scale: Scale, fault: bool, hicache: bool = False) -> None:
         self.reference, self.scale, self.fault = reference, scale, fault
         self.kinds = (*CALIBRATED, LATE_TWICE, LATE_TWICE, LATE_TWICE) if hicache else CALIBRATED
+        #: BF16 copies of the server that has the most; an estimate until ``calibrate`` has asked the servers.
+        self.copies = 8 * scale.requests
         self.bound = Bound(0.0, 0.0)
         self.calibrated: list[Difference] = []
         #: Differences by the number of wrong pages in the prompt; a row that points elsewhere gives several wrong
@@ -128,8 +136,11 @@ class Checker:
         return [rng.randrange(2, VOCABULARY) for _ in range(KVQuantConfig.recent_tokens + PAGE_SIZE)]
 
     def others(self, rng: random.Random) -> list[list[int]]:
-        """Returns prompts that take all BF16 copies of pages cached before."""
-        return [draw_tokens(rng, 2 * PAGE_SIZE, 8 * PAGE_SIZE) for _ in range(3 * self.scale.requests)]
+        """Returns prompts that take all BF16 copies of pages cached before.
+
+        Each takes one for its first page. Copies of first pages give way last, so there are as many prompts as copies.
+        """
+        return [[rng.randrange(2, VOCABULARY) for _ in range(PAGE_SIZE + 1)] for _ in range(self.copies)]
 
     def pages_exchanged(self, answer: Answer, count: int = 1) -> Answer | None:
         """Returns the answer with ``count`` adjacent pages of its prompt exchanged; None without a whole page."""
@@ -143,7 +154,9 @@ class Checker:
 
     # -- requests alone -------------------------------------------------------------------------------------------
 
-    def alone(self, server: TinyServer, kind: str, prompt: list[int], count: int, rng: random.Random) -> Answer:
+    def alone(
+        self, server: TinyServer | PairServer, kind: str, prompt: list[int], count: int, rng: random.Random
+    ) -> Answer:
         """Returns a request's answer on an otherwise idle server, after a past of this kind.
 
         ``cold`` has no past. ``after a part`` of its prompt, the rest is computed in another piece; ``cut`` is the
@@ -174,13 +187,14 @@ class Checker:
         answer = replace(_ask(server, prompt, count), kind=kind, turns=turns)
         return replace(answer, cached=0) if kind == "cut" else answer
 
-    def calibrate(self, server: TinyServer, until: float) -> None:
+    def calibrate(self, server: TinyServer | PairServer, until: float) -> None:
         """Measures requests alone, sets the bound, and measures how many exchanged pages it finds.
 
         until: time of ``time.monotonic`` after which no more is asked, except for three requests; the controls take as
             much time again at most.
         """
         rng, answers, begin = random.Random(7), [], time.monotonic()
+        self.copies = max([n for one in (server, self.reference) for n in bf16_pages(one)], default=self.copies)
         more = 1 if self.kinds == CALIBRATED else 4  # a page keeps its past: rare cases must be among them
         for n in range(more * self.scale.calibration):
             if time.monotonic() > until and n >= 3:
@@ -244,7 +258,14 @@ class Checker:
         return 60 * self.compared / self.seconds if self.seconds else None
 
 
-def _ask(server: TinyServer, prompt: list[int], tokens: int) -> Answer:
+def bf16_pages(server: TinyServer | PairServer) -> list[int]:
+    """Returns the numbers of BF16 pages of a server, or of both servers of a pair; nothing for a shared memory."""
+    both = server.both if isinstance(server, PairServer) else (server,)
+    found = [one.info().get("kv_quant", {}).get("bf16_pages") for one in both]
+    return [pages for pages in found if pages]
+
+
+def _ask(server: TinyServer | PairServer, prompt: list[int], tokens: int) -> Answer:
     asked = body(prompt, tokens, return_logprob=True, sampling_params={"temperature": 1.0})
     meta = server.json("/generate", asked, timeout=120)["meta_info"]
     pairs = meta["output_token_logprobs"]
