@@ -138,6 +138,15 @@ class Soak:
         decode = [*mode(self.args.pair), "decode", *self.drafts()]
         return PairServer(one, self.make("decode", gpus[1], {**RETRACT, **env}, decode), port)
 
+    def make_reference(self, gpu: int) -> TinyServer:
+        """Returns the second server.
+
+        It forces answers in a prefill, which must read no more pages in BF16 than decoding did. Requests that take all
+        BF16 copies must not evict the pages that they are taken from, so its pool is larger.
+        """
+        own = ["--enable-streaming-session", "--kv-quant-prefill-window", "0"]
+        return self.make("reference", gpu, {}, own, room=2)
+
     def make(self, name: str, gpu: int, env: dict[str, str], own: Sequence[str], room: int = 1) -> TinyServer:
         """Returns a server; ``room`` multiplies the size of its pool."""
         model = self.model.write(self.folder)
@@ -187,9 +196,7 @@ class Soak:
             self.server = self.make_pair((0, second_gpu))
         else:
             self.server = self.make("server", 0, RETRACT, self.own_flags())
-        streaming = ["--enable-streaming-session"]
-        # Requests that take all BF16 copies must not evict the pages that they are taken from.
-        reference = self.make("reference", second_gpu, {}, streaming, room=2) if self.second else self.server
+        reference = self.make_reference(second_gpu) if self.second else self.server
         servers = [self.server, reference] if self.second else [self.server]
         try:
             with ThreadPoolExecutor(len(servers)) as pool:  # servers end with its threads
