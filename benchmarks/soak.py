@@ -9,10 +9,11 @@ log-probabilities of the answer's tokens (``benchmarks/answers.py``). First, the
 are measured; they bound the rest, and an answer beyond the bound is wrong (``benchmarks/soak_check.py``). Every minute
 the traffic stops, and then nothing may be held.
 
-``--minutes`` counts traffic only. Starting two servers and measuring take 1 to 3 minutes more, and everything ends by
-``--limit``. The tiny model's answers depend strongly on its cache (``benchmarks/tiny_models.py``). The row's
-``wrong_page_seen`` is the share of answers that the bound finds wrong if one page of their prompt is exchanged.
-``--fault`` exchanges a page of every tenth prompt before comparing, and must fail.
+``--minutes`` counts traffic only. Starting two servers and measuring take 1 minute and two to three times ``--alone``
+more, and everything ends by ``--limit``. The tiny model's answers depend strongly on its cache
+(``benchmarks/tiny_models.py``). The row's ``wrong_page_seen`` is the share of answers that the bound finds wrong, in
+all their ways, if one page of their prompt is exchanged. ``--fault`` exchanges a page of every tenth prompt before
+comparing, and must fail.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ from sglang_kvq.server_process import ServerFailed, free_port
 GPU = Scale(16, 12000, (4, 48), (200, 400), 32768, 2048, 16, 24, 24, 0.3, 60.0, 90)
 #: Chunks exceed ``--kv-quant-recent``. Otherwise the server would reserve so many BF16 pages for prefill that no cached
 #: page ever lost its copy.
-CPU = Scale(16, 700, (4, 12), (20, 40), 2560, 320, 4, 5, 8, 3.0, 60.0, 8)
+CPU = Scale(16, 700, (4, 12), (20, 40), 2560, 320, 4, 5, 8, 3.0, 60.0, 12)
 #: An SGLang test setting retracts requests as if memory had run out, because releases differ in how close they let it
 #: come.
 RETRACT = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "300"}
@@ -400,7 +401,9 @@ def main() -> int:
         "--limit", type=float, help="minutes after which everything has ended; default --minutes plus 1.5"
     )
     parser.add_argument(
-        "--alone", type=float, help="seconds in which requests alone are measured; more if others use the GPU too"
+        "--alone",
+        type=float,
+        help="seconds for asking requests alone, and as many for exchanged pages; more if others use the GPU too",
     )
     parser.add_argument("--method", default="int4", help="--kv-quant of the servers; default %(default)s")
     parser.add_argument("--model", default="qwen3", choices=MODELS)
