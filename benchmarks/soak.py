@@ -317,6 +317,8 @@ class Soak:
             "alone_max": round(max((d.max for d in k.calibrated), default=0), 4) if k else None,
             "worst_mean": round(k.worst.mean, 5) if k else None,
             "max_diff": round(k.most, 4) if k else None,
+            "alone": len(k.calibrated) if k else None,
+            "wrong_pages_tried": len(k.controls[1]) if k else None,
             "wrong_page_mean": _rounded(k.wrong_page_mean(), 4) if k else None,
             "wrong_page_seen": _rounded(k.seen(), 3) if k else None,
             f"wrong_{WRONG_PAGES}_pages_seen": _rounded(k.seen(WRONG_PAGES), 3) if k else None,
