@@ -105,7 +105,7 @@ class PairServer:
     def json(self, path: str, asked: Any = None, timeout: float = 300.0) -> Any:
         """Returns the decode server's answer, or a list of answers for a list of prompts.
 
-        ``cached_tokens`` comes from the prefill server, which has read the prompts.
+        ``cached_tokens`` and its details come from the prefill server, which has read the prompts.
         """
         if path != "/generate":
             return self.decode.json(path, asked, timeout)
@@ -120,7 +120,9 @@ class PairServer:
         with ThreadPoolExecutor(1) as pool:
             first = pool.submit(self.prefill.json, "/generate", asked, timeout)
             answer: dict[str, Any] = self.decode.json("/generate", asked, timeout)
-            answer["meta_info"]["cached_tokens"] = first.result()["meta_info"].get("cached_tokens", 0)
+            read = first.result()["meta_info"]
+            answer["meta_info"]["cached_tokens"] = read.get("cached_tokens", 0)
+            answer["meta_info"]["cached_tokens_details"] = read.get("cached_tokens_details")
         return answer
 
     def _in_a_room(self, asked: dict[str, Any]) -> dict[str, Any]:

@@ -6,13 +6,14 @@ Clients send prompts of 16 to 12,000 tokens with prefixes from a changing tree, 
 of a prompt, and requests that they abort or abandon. The pool is small, so that eviction and retraction happen. A
 second server with the same settings serves one request at a time: it caches an answer's prompt and returns the
 log-probabilities of the answer's tokens (``benchmarks/answers.py``). First, the differences of requests that run alone
-are measured; they bound the rest, and an answer beyond the bound is wrong. Every minute the traffic stops, and then
-nothing may be held.
+are measured; they bound the rest, and an answer beyond the bound is wrong (``benchmarks/soak_check.py``). Every minute
+the traffic stops, and then nothing may be held.
 
-``--minutes`` counts traffic only. Starting two servers and measuring take 1 to 3 minutes more, and everything ends by
-``--limit``. The tiny model's answers depend strongly on its cache (``benchmarks/tiny_models.py``). The row's
-``wrong_page_seen`` is the share of answers that the bound finds wrong if one page of their prompt is exchanged.
-``--fault`` exchanges a page of every tenth prompt before comparing, and must fail.
+``--minutes`` counts traffic only. Starting two servers and measuring take 1 minute and two to three times ``--alone``
+more, and everything ends by ``--limit``. The tiny model's answers depend strongly on its cache
+(``benchmarks/tiny_models.py``). The row's ``wrong_page_seen`` is the share of answers that the bound finds wrong, in
+all their ways, if one page of their prompt is exchanged. ``--fault`` exchanges a page of every tenth prompt before
+comparing, and must fail.
 """
 
 from __future__ import annotations
@@ -23,7 +24,6 @@ import queue
 import random
 import re
 import signal
-import statistics
 import sys
 import tempfile
 import threading
@@ -38,179 +38,22 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import record
-from benchmarks.answers import Bound, Difference, another_page, forced, token_difference
 from benchmarks.pair_server import ENGINES, PairServer, mode, on_a_cpu
-from benchmarks.soak_traffic import Answer, Scale, Traffic, draw_tokens
+from benchmarks.soak_check import WRONG_PAGES, Checker
+from benchmarks.soak_traffic import Answer, Scale, Traffic
 from benchmarks.tiny_hybrids import SERVER_FLAGS
-from benchmarks.tiny_models import MODELS, VOCABULARY
-from benchmarks.tiny_server import IDLE_CHECK, TinyServer, body, gpu_names, plugin_path, versions
+from benchmarks.tiny_models import MODELS
+from benchmarks.tiny_server import IDLE_CHECK, TinyServer, gpu_names, plugin_path, versions
 from launch.server import ServerError
-from sglang_kvq.config import KVQuantConfig
-from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.server_process import ServerFailed, free_port
 
 GPU = Scale(16, 12000, (4, 48), (200, 400), 32768, 2048, 16, 24, 24, 0.3, 60.0, 90)
-CPU = Scale(16, 700, (4, 12), (20, 40), 2560, 256, 4, 5, 8, 3.0, 60.0, 8)
+#: Chunks exceed ``--kv-quant-recent``. Otherwise the server would reserve so many BF16 pages for prefill that no cached
+#: page ever lost its copy.
+CPU = Scale(16, 700, (4, 12), (20, 40), 2560, 320, 4, 5, 8, 3.0, 60.0, 12)
 #: An SGLang test setting retracts requests as if memory had run out, because releases differ in how close they let it
 #: come.
 RETRACT = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "300"}
-#: The bound relative to the worst measured difference; thousands of answers are compared, but only dozens are measured.
-FACTOR = 3.0
-#: Kinds of requests that are measured alone, in rotation; see ``Checker.calibrate``.
-CALIBRATED = ("cold", "after a part", "resumed", "beside another", "late")
-#: A kind that HiCache makes common: pages were computed only from records, and are themselves read from records.
-LATE_TWICE = "late twice"
-#: Wrong pages of the second control: as many as two requests of a batch shared when a row was repointed too early.
-WRONG_PAGES = 9
-LEAST = 0.04  # nats, mean of an answer: the effect of BF16's rounding alone (tests/gpu)
-
-
-class Checker:
-    """Compares answers on a server that nobody else uses."""
-
-    def __init__(self, reference: TinyServer, scale: Scale, fault: bool, hicache: bool = False) -> None:
-        self.reference, self.scale, self.fault = reference, scale, fault
-        self.kinds = (*CALIBRATED, LATE_TWICE, LATE_TWICE, LATE_TWICE) if hicache else CALIBRATED
-        self.bound = Bound(0.0, 0.0)
-        self.calibrated: list[Difference] = []
-        #: Differences by the number of wrong pages in the prompt; a row that points elsewhere gives several wrong
-        #: pages.
-        self.controls: dict[int, list[Difference]] = {1: [], WRONG_PAGES: []}
-        self.compared, self.tokens, self.wrong, self.failed, self.again = 0, 0, 0, 0, 0
-        self.worst = Difference(0.0, 0.0, 0)
-        self.most = 0.0
-        self.examples: list[str] = []
-        self.rng = random.Random(11)
-
-    def difference(
-        self,
-        answer: Answer,
-        cached: int | None = None,
-        tail: Sequence[int] = (),
-        others: Sequence[list[int]] = (),
-        turns: Sequence[int] = (),
-    ) -> Difference:
-        known = answer.cached if cached is None else cached
-        there = forced(self.reference, answer.prompt, answer.tokens, known, tail=tail, others=others, turns=turns)
-        return token_difference(answer.logprobs, there)
-
-    def tail(self, rng: random.Random) -> list[int]:
-        """Returns tokens that push all earlier ones out of a request's window."""
-        return [rng.randrange(2, VOCABULARY) for _ in range(KVQuantConfig.recent_tokens + PAGE_SIZE)]
-
-    def others(self, rng: random.Random) -> list[list[int]]:
-        """Returns prompts that take all BF16 copies of pages cached before."""
-        return [draw_tokens(rng, 2 * PAGE_SIZE, 8 * PAGE_SIZE) for _ in range(3 * self.scale.requests)]
-
-    def pages_exchanged(self, answer: Answer, count: int = 1) -> Answer | None:
-        """Returns the answer with ``count`` adjacent pages of its prompt exchanged; None without a whole page."""
-        pages = len(answer.prompt) // PAGE_SIZE
-        if not pages:
-            return None
-        first, prompt = self.rng.randrange(pages), answer.prompt
-        for page in range(first, min(first + count, pages)):
-            prompt = another_page(prompt, page, self.rng.getrandbits(30), VOCABULARY)
-        return replace(answer, prompt=prompt)
-
-    def calibrate(self, server: TinyServer, until: float) -> None:
-        """Measures requests that run alone: cold, after a part of their prompt, resumed, beside another, late.
-
-        A ``resumed`` request goes on from a part of its answer. One ``beside another`` shares its beginning with an
-        earlier, longer prompt: it reads quantized what it would otherwise have in BF16, because the cached part lay
-        outside the longer prompt's window. A ``late`` request finds its whole prompt cached, but others have taken all
-        its BF16 copies, including those of sinks. ``late twice`` does this for half of the prompt, and then for all of
-        it.
-        """
-        rng = random.Random(7)
-        answers = []
-        more = 1 if self.kinds == CALIBRATED else 4  # a page keeps its past: rare cases must be among them
-        for n in range(more * self.scale.calibration):
-            if time.monotonic() > until and n >= 3:
-                break
-            prompt = draw_tokens(rng, self.scale.shortest, self.scale.longest)
-            count = rng.randint(*(self.scale.long_answer if n % 10 == 2 else self.scale.answer))
-            server.drain()
-            kind = self.kinds[n % len(self.kinds)]
-            if kind == "after a part":  # written in another piece, and quantized before the rest read it
-                server.json("/generate", body(prompt[: rng.randint(1, len(prompt))], 1), timeout=120)
-            if kind in ("late", LATE_TWICE):
-                for part in (prompt,) if kind == "late" else (prompt[: len(prompt) // 2], prompt):
-                    server.json("/generate", body(part, 1), timeout=120)
-                    server.json("/generate", body(self.others(rng), 1), timeout=120)
-            if kind == "beside another":
-                tail = self.tail(rng)
-                part = rng.randint(1, max(min(len(prompt), self.scale.longest - len(tail)), 1))
-                server.json("/generate", body(prompt[:part] + tail, 1), timeout=120)
-            if kind == "resumed":
-                first = _ask(server, prompt, max(count // 2, 1))
-                server.drain()
-                rest = _ask(server, prompt + first.tokens, max(count - count // 2, 1))
-                answer = Answer("resumed", prompt, first.tokens + rest.tokens, first.logprobs + rest.logprobs, 0)
-            else:
-                answer = _ask(server, prompt, count)
-            answers.append((kind, answer))
-        # The reference may be the same server, so all requests are sent first.
-        for kind, answer in answers:
-            whole = kind not in ("cold", "resumed")
-            self.calibrated.append(self.difference(answer, cached=0 if whole else None))
-            for count, controls in self.controls.items() if kind != "resumed" else ():
-                if other := self.pages_exchanged(answer, count):
-                    controls.append(self.difference(other, cached=0))
-        self.bound = Bound.above(self.calibrated, FACTOR, LEAST)
-
-    def check(self, answer: Answer) -> None:
-        """Counts one answer.
-
-        An answer beyond the bound is compared again in other ways, because a client cannot know which of these its
-        request met. The prompt is read in one piece. Its cached part is read as part of a longer prompt, whose window
-        was elsewhere. It is read after others have taken all its BF16 copies, like pages that come from the host. For a
-        conversation, the turns are also computed one after the other, each from pages of earlier turns without BF16
-        copies: a page keeps the effect of the pages it was computed from.
-        """
-        try:
-            if self.fault and self.compared % 10 == 9:
-                answer = self.pages_exchanged(answer) or answer
-            found = self.difference(answer)
-            if not self.bound.holds(found):
-                self.again += 1
-                tail = self.tail(self.rng)[: max(self.scale.longest - answer.cached, 0)]
-                again = [self.difference(answer, cached=0), self.difference(answer, tail=tail)]
-                if answer.cached:
-                    again.append(self.difference(answer, others=self.others(self.rng)))
-                if answer.turns:
-                    again.append(self.difference(answer, others=self.others(self.rng), turns=answer.turns))
-                found = min((found, *again), key=lambda d: (not self.bound.holds(d), d.mean))
-        except (ServerError, OSError, ValueError, KeyError) as error:
-            self.failed += 1
-            if self.failed <= 3:
-                self.examples.append(f"could not compare: {error}"[:600])
-            return
-        self.compared += 1
-        self.tokens += found.tokens
-        self.worst, self.most = max(self.worst, found, key=lambda d: d.mean), max(self.most, found.max)
-        if not self.bound.holds(found):
-            self.wrong += 1
-            if len(self.examples) < 8:
-                self.examples.append(
-                    f"{answer.kind}: prompt of {len(answer.prompt)} tokens, {answer.cached} cached, "
-                    f"{len(answer.tokens)} answered: {found}"
-                )
-
-    def seen(self, pages: int = 1) -> float | None:
-        """Returns the share of controls with so many wrong pages that the bound finds wrong."""
-        found = self.controls[pages]
-        return statistics.fmean(not self.bound.holds(d) for d in found) if found else None
-
-    def wrong_page_mean(self) -> float | None:
-        """Returns the median control value for one wrong page."""
-        return statistics.median(d.mean for d in self.controls[1]) if self.controls[1] else None
-
-
-def _ask(server: TinyServer, prompt: list[int], tokens: int) -> Answer:
-    asked = body(prompt, tokens, return_logprob=True, sampling_params={"temperature": 1.0})
-    meta = server.json("/generate", asked, timeout=120)["meta_info"]
-    pairs = meta["output_token_logprobs"]
-    return Answer("alone", prompt, [p[1] for p in pairs], [p[0] for p in pairs], meta.get("cached_tokens") or 0)
 
 
 def _rounded(value: float | None, digits: int) -> float | None:
@@ -243,12 +86,13 @@ class Soak:
     def say(self, text: str) -> None:
         print(f"[{time.monotonic() - self.begin:4.0f} s] {text}", flush=True)
 
-    def flags(self) -> list[str]:
+    def flags(self, pool: int) -> list[str]:
+        """Returns flags of all servers; ``pool`` is in tokens."""
         s = self.scale
         graphs = [] if self.cpu else ["--cuda-graph-max-bs-decode", str(s.requests)]
         return [
             *("--kv-quant", self.args.method, "--chunked-prefill-size", str(s.chunk)),
-            *("--max-total-tokens", str(s.pool), "--context-length", str(s.longest + s.long_answer[1] + 64)),
+            *("--max-total-tokens", str(pool), "--context-length", str(s.longest + s.long_answer[1] + 64)),
             *("--max-running-requests", str(s.requests), "--schedule-conservativeness", "0.05"),
             *graphs,
             *(SERVER_FLAGS if self.model.is_hybrid else ()),
@@ -262,9 +106,15 @@ class Soak:
     def own_flags(self) -> list[str]:
         """Returns flags of the server with traffic only; the reference answers without drafts and HiCache."""
         if self.args.hicache:
-            storage = ["--hicache-storage-backend", "file"] if self.args.hicache == "file" else []
-            return ["--enable-hierarchical-cache", "--hicache-ratio", "2", "--enable-cache-report", *storage]
+            return self.tiers()
         return ["--enable-streaming-session"] if self.streaming else self.drafts()
+
+    def tiers(self) -> list[str]:
+        """Returns flags of the server whose pages also go to the host, if one does."""
+        if not self.args.hicache:
+            return []
+        storage = ["--hicache-storage-backend", "file"] if self.args.hicache == "file" else []
+        return ["--enable-hierarchical-cache", "--hicache-ratio", "2", "--enable-cache-report", *storage]
 
     def drafts(self) -> list[str]:
         """Returns flags of the server that drafts, if one does."""
@@ -276,21 +126,34 @@ class Soak:
         ]
 
     def make_pair(self, gpus: tuple[int, int]) -> PairServer:
-        """Returns a pair whose decode server retracts and drafts; n-grams need nothing from the prefill server."""
+        """Returns a pair whose decode server retracts and drafts; n-grams need nothing from the prefill server.
+
+        HiCache is on the prefill server, because prompts are read there. The product refuses it at startup so far.
+        """
         port, env = free_port(), {}
         if self.cpu:
             known = plugin_path(self.folder).get("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
             env["PYTHONPATH"] = on_a_cpu(self.folder, known, drafts=bool(self.drafts()))
-        prefill = [*mode(self.args.pair), "prefill", "--disaggregation-bootstrap-port", str(port)]
+        prefill = [*mode(self.args.pair), "prefill", "--disaggregation-bootstrap-port", str(port), *self.tiers()]
         one = self.make("prefill", gpus[0], env, prefill)
         decode = [*mode(self.args.pair), "decode", *self.drafts()]
         return PairServer(one, self.make("decode", gpus[1], {**RETRACT, **env}, decode), port)
 
-    def make(self, name: str, gpu: int, env: dict[str, str], own: Sequence[str]) -> TinyServer:
+    def make_reference(self, gpu: int) -> TinyServer:
+        """Returns the second server.
+
+        It forces answers in a prefill, which must read no more pages in BF16 than decoding did. Requests that take all
+        BF16 copies must not evict the pages that they are taken from, so its pool is larger.
+        """
+        own = ["--enable-streaming-session", "--kv-quant-prefill-window", "0"]
+        return self.make("reference", gpu, {}, own, room=2)
+
+    def make(self, name: str, gpu: int, env: dict[str, str], own: Sequence[str], room: int = 1) -> TinyServer:
+        """Returns a server; ``room`` multiplies the size of its pool."""
         model = self.model.write(self.folder)
         # The check runs whenever the server is idle. tests/gpu also checks between steps, which would slow the traffic.
         base = {IDLE_CHECK: "1", **plugin_path(self.folder)}
-        flags = [*self.flags(), *own]
+        flags = [*self.flags(room * self.scale.pool), *own]
         base["SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"] = str(self.folder / "pages")
         return TinyServer(model, flags, cpu=self.cpu, log=self.folder / f"{name}.log", env={**base, **env}, gpus=[gpu])
 
@@ -334,8 +197,7 @@ class Soak:
             self.server = self.make_pair((0, second_gpu))
         else:
             self.server = self.make("server", 0, RETRACT, self.own_flags())
-        streaming = ["--enable-streaming-session"]
-        reference = self.make("reference", second_gpu, {}, streaming) if self.second else self.server
+        reference = self.make_reference(second_gpu) if self.second else self.server
         servers = [self.server, reference] if self.second else [self.server]
         try:
             with ThreadPoolExecutor(len(servers)) as pool:  # servers end with its threads
@@ -447,6 +309,7 @@ class Soak:
             "compared_tokens": k.tokens if k else 0,
             "not_compared": k.failed if k else None,
             "compared_again": k.again if k else None,
+            "compared_a_minute": _rounded(k.a_minute(), 1) if k else None,
             "without_logprob": c.incomplete if c else None,
             "bound": round(k.bound.mean, 4) if k else None,
             "bound_max": round(k.bound.max, 4) if k else None,
@@ -454,6 +317,8 @@ class Soak:
             "alone_max": round(max((d.max for d in k.calibrated), default=0), 4) if k else None,
             "worst_mean": round(k.worst.mean, 5) if k else None,
             "max_diff": round(k.most, 4) if k else None,
+            "alone": len(k.calibrated) if k else None,
+            "wrong_pages_tried": len(k.controls[1]) if k else None,
             "wrong_page_mean": _rounded(k.wrong_page_mean(), 4) if k else None,
             "wrong_page_seen": _rounded(k.seen(), 3) if k else None,
             f"wrong_{WRONG_PAGES}_pages_seen": _rounded(k.seen(WRONG_PAGES), 3) if k else None,
@@ -538,7 +403,9 @@ def main() -> int:
         "--limit", type=float, help="minutes after which everything has ended; default --minutes plus 1.5"
     )
     parser.add_argument(
-        "--alone", type=float, help="seconds in which requests alone are measured; more if others use the GPU too"
+        "--alone",
+        type=float,
+        help="seconds for asking requests alone, and as many for exchanged pages; more if others use the GPU too",
     )
     parser.add_argument("--method", default="int4", help="--kv-quant of the servers; default %(default)s")
     parser.add_argument("--model", default="qwen3", choices=MODELS)

@@ -58,7 +58,8 @@ class Answer:
     """An answer to one request, to be compared with the same tokens forced.
 
     Attributes:
-        turns: lengths of the conversation's earlier prompts, which this prompt begins with.
+        turns: lengths of beginnings of this prompt that were asked before: a conversation's earlier prompts, or the
+            nodes of the tree of prefixes above it.
     """
 
     kind: str
@@ -71,7 +72,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Talk:
-    """A client's conversation: its tokens so far, and the lengths of its prompts."""
+    """A conversation, or a node of the tree of prefixes: its tokens so far, and the lengths of what was asked of it."""
 
     tokens: tuple[int, ...] = ()
     turns: tuple[int, ...] = ()
@@ -82,18 +83,20 @@ class Prefixes:
 
     def __init__(self, scale: Scale, rng: random.Random) -> None:
         self.scale, self.rng, self.lock = scale, rng, threading.Lock()
-        self.nodes: list[list[int]] = [[]]
+        self.nodes = [Talk()]
 
-    def draw(self, rng: random.Random) -> list[int]:
-        """Returns one node's tokens; sometimes adds a node first."""
+    def draw(self, rng: random.Random) -> Talk:
+        """Returns one node; sometimes adds a node first."""
         with self.lock:
             if len(self.nodes) < self.scale.prefixes or self.rng.random() < 0.1:
                 parent = self.rng.choice(self.nodes)
-                if len(parent) < self.scale.longest // 2:
+                if len(parent.tokens) < self.scale.longest // 2:
                     if len(self.nodes) >= self.scale.prefixes:
                         self.nodes.pop(self.rng.randrange(1, len(self.nodes)))
-                    self.nodes.append(parent + draw_tokens(self.rng, self.scale.shortest, self.scale.longest // 8))
-            return list(rng.choice(self.nodes))
+                    more = draw_tokens(self.rng, self.scale.shortest, self.scale.longest // 8)
+                    tokens = (*parent.tokens, *more)
+                    self.nodes.append(Talk(tokens, (*parent.turns, len(tokens))))
+            return rng.choice(self.nodes)
 
 
 def draw_tokens(rng: random.Random, least: int, most: int) -> list[int]:
@@ -236,22 +239,23 @@ class Traffic:
         cached = reply["meta_info"].get("cached_tokens") or 0
         self.checked(Answer(kind, prompt, [p[1] for p in pairs], [p[0] for p in pairs], cached, list(turns)))
 
-    def _prompt(self, rng: random.Random) -> list[int]:
-        return (self.prefixes.draw(rng) + draw_tokens(rng, self.scale.shortest, self.scale.longest // 2))[
-            : self.scale.longest
-        ]
+    def _prompt(self, rng: random.Random) -> tuple[list[int], tuple[int, ...]]:
+        """Returns a prompt that begins with a node of the tree, and the lengths of the nodes above it."""
+        node = self.prefixes.draw(rng)
+        prompt = [*node.tokens, *draw_tokens(rng, self.scale.shortest, self.scale.longest // 2)]
+        return prompt[: self.scale.longest], node.turns
 
     # -- kinds of jobs ----------------------------------------------------------------------------------------
 
     def _single(self, rng: random.Random, talk: Talk) -> None:
-        prompt = self._prompt(rng)
-        self._offer("single", prompt, self._ask(rng, "single", prompt, self._length(rng))[0])
+        prompt, turns = self._prompt(rng)
+        self._offer("single", prompt, self._ask(rng, "single", prompt, self._length(rng))[0], turns)
 
     def _conversation(self, rng: random.Random, talk: Talk) -> Talk:
-        begin, turns = list(talk.tokens) or self.prefixes.draw(rng), talk.turns
-        prompt = begin + draw_tokens(rng, self.scale.shortest, self.scale.longest // 16)
+        begin = talk if talk.tokens else self.prefixes.draw(rng)
+        prompt, turns = [*begin.tokens, *draw_tokens(rng, self.scale.shortest, self.scale.longest // 16)], begin.turns
         if len(prompt) >= self.scale.longest:
-            prompt, turns = self._prompt(rng), ()
+            prompt, turns = self._prompt(rng)
         reply = self._ask(rng, "conversation", prompt, self._length(rng))[0]
         self._offer("conversation", prompt, reply, turns)
         said = [pair[1] for pair in reply["meta_info"]["output_token_logprobs"]]  # a shorter conversation is fine, too
@@ -265,12 +269,12 @@ class Traffic:
             self._offer("pair", prompt, reply)
 
     def _parallel(self, rng: random.Random, talk: Talk) -> None:
-        prompt = self._prompt(rng)
+        prompt, turns = self._prompt(rng)
         replies = self._ask(rng, "parallel", prompt, self._length(rng), {"n": rng.randint(2, 4)})
-        self._offer("parallel", prompt, rng.choice(replies))
+        self._offer("parallel", prompt, rng.choice(replies), turns)
 
     def _disconnect(self, rng: random.Random, talk: Talk) -> None:
-        self._leave(rng, body(self._prompt(rng), self._length(rng), stream=True))
+        self._leave(rng, body(self._prompt(rng)[0], self._length(rng), stream=True))
 
     def _leave(self, rng: random.Random, asked: dict, headers: Mapping[str, str] | None = None) -> None:
         """Disconnects the client: while queued, during prefill, or while tokens arrive."""
@@ -283,7 +287,7 @@ class Traffic:
         self._given_up("disconnect")
 
     def _abort(self, rng: random.Random, talk: Talk) -> None:
-        self._cancel(rng, body(self._prompt(rng), self._length(rng), stream=True))
+        self._cancel(rng, body(self._prompt(rng)[0], self._length(rng), stream=True))
 
     def _cancel(self, rng: random.Random, asked: dict, headers: Mapping[str, str] | None = None) -> None:
         """Aborts a streaming request by its id after a while."""
@@ -312,13 +316,14 @@ class Traffic:
         kind = "streaming" if streaming else "session"
         opened = {"capacity_of_str_len": 1 << 24, **({"streaming": True} if streaming else {})}
         session = json.loads(self.server.request("/open_session", opened, timeout=60))
-        history, rid = [], None
+        history, rid, turns = [], None, ()
         try:
             for _ in range(rng.randint(2, 3)):
                 ids = draw_tokens(rng, self.scale.shortest, self.scale.longest // 8)
                 params = {"id": session} if streaming else {"id": session, "rid": rid}
                 reply = self._ask(rng, kind, ids, rng.randint(*self.scale.answer), session_params=params)[0]
-                self._offer(kind, history + ids, reply)
+                self._offer(kind, history + ids, reply, turns)
+                turns = (*turns, len(history + ids))
                 rid = reply["meta_info"]["id"]
                 history += ids + [pair[1] for pair in reply["meta_info"]["output_token_logprobs"]]
         finally:

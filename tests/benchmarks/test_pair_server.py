@@ -23,7 +23,8 @@ class Half:
 
     def json(self, path, asked, timeout=0):
         self.asked.append(asked)
-        return {"output_ids": [self.cached], "meta_info": {"cached_tokens": self.cached}}
+        details = {"cached_tokens_details": {"host": self.cached}} if self.cached else {}
+        return {"output_ids": [self.cached], "meta_info": {"cached_tokens": self.cached, **details}}
 
     def request(self, path, asked, timeout=0):
         self.asked.append((path, asked))
@@ -57,7 +58,7 @@ def pair() -> PairServer:
 
 def test_the_decode_server_answers_and_the_prefill_server_knows_what_was_cached(pair):
     answer = pair.json("/generate", {"input_ids": [1, 2]})
-    assert answer == {"output_ids": [0], "meta_info": {"cached_tokens": 64}}
+    assert answer == {"output_ids": [0], "meta_info": {"cached_tokens": 64, "cached_tokens_details": {"host": 64}}}
     assert pair.prefill.asked == pair.decode.asked and pair.decode.asked[0]["bootstrap_port"] == 7
     answers = pair.json("/generate", {"input_ids": [[1], [2], [3]]})
     assert len(answers) == 3 and sorted(x["input_ids"][0] for x in pair.decode.asked[1:]) == [1, 2, 3]

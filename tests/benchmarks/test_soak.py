@@ -14,9 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import soak
+from benchmarks import soak, soak_check
 from benchmarks.answers import Bound, Difference, Step, greedy_difference
-from benchmarks.soak_traffic import Answer
+from benchmarks.soak_check import LATE_TWICE, LEAST, Way, ways
+from benchmarks.soak_traffic import Answer, Prefixes
+from sglang_kvq.constants import PAGE_SIZE
 
 SCALE = replace(soak.CPU, pause=0.4, calibration=12, clients=4, wait=0.01, longest=300)
 
@@ -40,6 +42,9 @@ class FakeServer:
         return "Retract requests. #retracted_reqs: 2, new_token_ratio"
 
     log_tail = lambda self, lines=40: self.log()  # noqa: E731
+
+    def info(self) -> dict:
+        return {"kv_quant": {"bf16_pages": 30}}
 
     def states(self) -> list[dict]:
         return [{"kv_quant": {"tiers": {"bf16_tokens": 64 if self.held else 0, "quantized_tokens": 0}}}]
@@ -116,7 +121,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         )
         run = soak.Soak(args, tmp_path, 1)
         run.scale = SCALE
-        run.make = lambda name, gpu, env, own: server if name == "server" else FakeServer()
+        run.make = lambda name, gpu, env, own, room=1: server if name == "server" else FakeServer()
         passed = run.run()
         return passed, json.loads(args.out.read_text())["rows"][0]
 
@@ -181,10 +186,85 @@ def test_a_conversation_is_read_turn_by_turn(pieces, wrong):
     """The third turn was computed from pages that were themselves computed from pages, all without BF16 copies."""
     prompt = [5] * 640
     said = [FakeServer.logprob(prompt + [7] * n, 7, 0.3 * pieces) for n in range(3)]
-    checker = soak.Checker(Reader(), SCALE, False)
+    checker = soak_check.Checker(Reader(), SCALE, False)
     checker.bound = Bound(0.1, 0.2)
     checker.check(Answer("conversation", prompt, [7, 7, 7], said, 576, turns=[128, 320]))
     assert (checker.compared, checker.wrong) == (1, wrong)
+
+
+def test_an_answer_is_compared_in_the_ways_that_its_client_knows():
+    cold = Answer("single", [5] * 640, [7], [-1.0], 0, turns=[128])
+    assert list(ways(cold)) == [Way(0), Way(320, (0,))]
+    answer = replace(cold, cached=576, turns=[40, 130, 150, 320, 580])
+    assert list(ways(answer)) == [
+        Way(576),
+        Way(0),
+        Way(576, beside=True),
+        Way(576, (128, 320)),
+        Way(576, (128, 320), beside=True),
+        Way(576, late=True),
+        Way(576, (128, 320), late=True),
+    ]
+
+
+class Forgetful(FakeServer):
+    """A server that is less exact, the more often others came between the requests for a prompt's beginnings."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[list[int]] = []
+        self.late = 0
+
+    def drain(self) -> None:
+        self.asked, self.late = [], 0
+
+    def json(self, path: str, asked: dict | None = None, timeout: float = 60):
+        ids = asked["input_ids"]
+        if isinstance(ids[0], list):
+            self.late += bool(self.asked)
+            return []
+        cached = max((len(one) for one in self.asked if ids[: len(one)] == one), default=0)
+        cached = min(cached, len(ids) - 1) // PAGE_SIZE * PAGE_SIZE
+        self.asked.append(ids)
+        reply = super().json(path, asked, timeout)
+        meta = reply["meta_info"]
+        for pair in (*meta["output_token_logprobs"], *meta["input_token_logprobs"][1:]):
+            pair[0] -= 0.3 * self.late * (cached > 0)
+        meta["cached_tokens"] = cached
+        return reply
+
+
+def test_late_requests_do_not_widen_the_bound():
+    """The reference reads late pages late too, so a bound above that error would only hide exchanged pages."""
+    checker = soak_check.Checker(Forgetful(), replace(SCALE, shortest=150), False, hicache=True)
+    checker.calibrate(Forgetful(), time.monotonic() + 60)
+    assert LATE_TWICE in checker.kinds and len(checker.calibrated) == 4 * SCALE.calibration
+    assert checker.bound.mean == LEAST and checker.copies == 30
+    assert checker.seen() > 0.9
+
+
+def test_an_exchanged_page_is_looked_for_in_every_way():
+    """An answer of the traffic passes if one way is within the bound, so a control must not take fewer ways."""
+    checker = soak_check.Checker(FakeServer(), SCALE, False)
+    tried: list[Way] = []
+    checker.difference = lambda answer, way: tried.append(way) or Difference(0.1, 1.0, 3)
+    answer = Answer("single", [5] * 640, [7], [-1.0], 576, turns=[128])
+    assert checker.nearest(answer, Bound(0.05, 2.0)).mean == 0.1
+    assert tried == list(ways(answer))
+    assert checker.nearest(answer, Bound(0.15, 2.0)).mean == 0.1 and tried[len(list(ways(answer))) :] == [Way(576)]
+
+
+def test_prefixes_know_the_nodes_above_them():
+    rng = random.Random(3)
+    prefixes = Prefixes(SCALE, rng)
+    drawn, known = [], set()
+    for _ in range(200):
+        drawn.append(prefixes.draw(rng))
+        known |= {node.tokens for node in prefixes.nodes}
+    assert max(len(node.turns) for node in drawn) > 1
+    for node in drawn:
+        assert list(node.turns) == sorted(node.turns) and (not node.turns or node.turns[-1] == len(node.tokens))
+        assert all(node.tokens[:turn] in known for turn in node.turns)
 
 
 def test_greedy_answers_are_compared_up_to_a_near_tie():
