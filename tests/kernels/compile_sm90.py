@@ -75,7 +75,8 @@ DECODED = [(64, 3, 1), (64, 12, 1), (96, 4, 1), (96, 6, 1), (96, 12, 1), (128, 4
 SOME_DECODED = [((64, 12, 1), None), ((96, 4, 1), None), ((128, 12, 1), None), ((128, 4, 1), "5320-4321")]
 #: Limits of one SM: bytes of shared memory, bytes of it that each program reserves, and registers.
 SM_BYTES, PROGRAM_BYTES, SM_REGISTERS = 228 * 1024, 1024, 65536
-#: Launches that decode with products in FP16.
+#: Launches that decode with products in FP16. ``decode_launch`` returns the first, apart from its costs. Without
+#: ``--all`` only that one is compiled.
 HALF_LAUNCHES = [DecodeLaunch(4, 168, 12, 1), DecodeLaunch(3, 255, 8, 2)]
 ANY = ShortExtends(costs=None, most_rows_unpacked=1 << 20, least_prefix=0)
 TYPES = {
@@ -317,13 +318,13 @@ def format_of(kind: str, head_dim: int) -> PageFormat | PlaneFormat:
     return PlaneFormat(head_dim, k, v)
 
 
-def compile_half(heads: scenes.Heads, kind: str | None = None) -> None:
+def compile_half(heads: scenes.Heads, kind: str | None = None, launches: list[DecodeLaunch] = HALF_LAUNCHES) -> None:
     """Compiles decoding with products in FP16; for planes, with the launch that serves them."""
     begin(f"FP16, {kind or ''} {heads}")
     STATE.checked = kind is not None  # without a kind, the launches are not ones that ``decode_launch`` returns
     formats = [format_of(kind, heads.head_dim)] if kind else None
     scene = scenes.make_scene(heads, [200, 90], formats=formats)
-    for launch in [None] if kind else HALF_LAUNCHES:
+    for launch in [None] if kind else launches:
         ops = TritonOps(scene.pool, LayerRotations(), heads.q, 2, launch=launch)
         ops.decode(0, scenes.randn(2, heads.q, heads.head_dim), scene.rows, scene.seq_lens, scene.scale)
     STATE.checked = True
@@ -355,7 +356,7 @@ def geometries(all_of_them: bool) -> None:
         compile_all(heads)
     compile_sinks()
     for heads in HALF_HEADS if all_of_them else HALF_HEADS[:1]:
-        compile_half(heads)
+        compile_half(heads, launches=HALF_LAUNCHES if all_of_them else HALF_LAUNCHES[:1])
     compile_tiers()
 
 

@@ -25,6 +25,10 @@ from tests.kernels import no_gpu
 from tests.kernels.no_gpu import compiled
 
 Q_HEADS, KV_HEADS, D, PAGES, ROWS, SMS = 32, 8, 128, 300, 9, 132
+#: Lengths of stored and of new tokens, and numbers of requests.
+PREFIXES, NEWS, COUNTS = [1, P, 700, 5000, 18000], [1, 7, 64, 300, 1500], [1, 1, 2, 8]
+#: Queries, keys and values of the longest prefill, from which all prefills take their own.
+QKV = torch.zeros(max(NEWS) * max(COUNTS), Q_HEADS + 2 * KV_HEADS, D, dtype=torch.bfloat16)
 FORMATS = {
     "oscar": [PageFormat(D, D)] * 2,
     "two widths": [PlaneFormat(D, PlaneCode((4, 3, 1, 0)), PlaneCode((2, 1, 1, 0))), PageFormat(D, D)],
@@ -53,9 +57,7 @@ def prefill(ops: TritonOps, lens: list[tuple[int, int]]) -> None:
     """Runs all layers for requests with stored and new tokens."""
     prefixes, news = (list(x) for x in zip(*lens))
     loc = torch.zeros(sum(news), dtype=torch.int64)
-    q, k, v = torch.zeros(len(loc), Q_HEADS + 2 * KV_HEADS, D, dtype=torch.bfloat16).split(
-        [Q_HEADS, KV_HEADS, KV_HEADS], 1
-    )
+    q, k, v = QKV[: len(loc)].split([Q_HEADS, KV_HEADS, KV_HEADS], 1)
     batch = ExtendBatch(torch.arange(1, len(news) + 1), prefixes, news, loc, loc[:0])
     for layer in range(ops.pool.layers):
         rotated = ops.rotate_and_keep(layer, loc, q, k, v)
@@ -74,8 +76,7 @@ def main() -> None:
                 compiled.clear()
                 draw = random.Random(3)
                 for _ in range(60):
-                    lens = [(draw.choice([1, P, 700, 5000, 18000]), draw.choice([1, 7, 64, 300, 1500]))]
-                    lens *= draw.choice([1, 1, 2, 8])
+                    lens = [(draw.choice(PREFIXES), draw.choice(NEWS))] * draw.choice(COUNTS)
                     prefill(ops, lens)
                 print(f"{name}, later: {' '.join(compiled)}")
                 compiled.clear()

@@ -2,10 +2,11 @@
 
 The interpreter repeats work in these places. Each launch looks for the functions of ``triton.language`` that it
 patches, and each call of a device function within a kernel patches them again. Each operation builds a table of all
-types to look one up. Each integer sum or product is also computed in 64 bits to detect overflow, although only debug
-mode uses the answer. Each result has its shape checked and every number of the shape wrapped, though few shapes differ.
-BF16 numbers are converted bit field by bit field, although they are the upper halves of FP32 numbers. Results stay the
-same except for subnormal BF16 numbers, which become wrong.
+types to look one up, and asks a dozen questions about the types of its operands, most of which are of one type. Each
+integer sum or product is also computed in 64 bits to detect overflow, although only debug mode uses the answer. Each
+result has its shape checked and every number of the shape wrapped, though few shapes differ. BF16 numbers are converted
+bit field by bit field, although they are the upper halves of FP32 numbers. Results stay the same except for subnormal
+BF16 numbers, which become wrong.
 """
 
 from __future__ import annotations
@@ -18,6 +19,13 @@ import numpy as np
 import triton.language as tl
 from triton.runtime import interpreter
 
+#: Code of the wrapper that Triton puts around each of its builtins.
+_BUILTIN = tl.core.program_id.__code__
+#: Elements with which Triton computes if both operands have them.
+_KEPT = {kind.name for kind in (tl.int1, tl.uint8, tl.int8, tl.int32, tl.int64, tl.uint32, tl.float32)}
+#: Most constants that are kept for later operations.
+_CONSTANTS = 4096
+
 
 def speed_up() -> None:
     """Replaces the slow parts of the interpreter in this process."""
@@ -29,8 +37,12 @@ def speed_up() -> None:
     tl.core.block_type.__init__ = _by_shape(tl.core.block_type.__init__)
     tl.core.tensor.__init__ = _of_known_shape(tl.core.tensor.__init__)
     tl.core.tuple.__eq__ = _with_numbers(tl.core.tuple.__eq__)
+    tl.core.block_type.with_element_ty = _by_names(tl.core.block_type.with_element_ty)
     semantic = interpreter.TritonSemantic
     semantic.broadcast_impl_value = _if_shapes_differ(semantic.broadcast_impl_value)
+    semantic.binary_op_type_checking_impl = _if_types_differ(semantic.binary_op_type_checking_impl)
+    semantic.cast = _if_elements_differ(semantic.cast)
+    builder.create_splat = _filled(builder.create_splat)
 
 
 def _once_per_launch(patch: Any) -> Any:
@@ -40,31 +52,45 @@ def _once_per_launch(patch: Any) -> Any:
     """
     both = SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
     replacements: list[tuple[Any, str, Any]] = []
+    originals: list[tuple[Any, str, Any]] = []
     is_patched = False
+
+    def restore() -> None:
+        nonlocal is_patched
+        scope = interpreter._LangPatchScope()
+        scope._changes = [*originals]
+        scope.restore()
+        is_patched = False
 
     def patch_once(fn: Any) -> Any:
         nonlocal is_patched
-        scope = interpreter._LangPatchScope()
         if is_patched:
-            return scope
-        if not replacements:
-            scope = patch(both)
-            replacements.extend((owner, name, getattr(owner, name)) for owner, name, _ in scope._changes)
-        else:
-            for replacement in replacements:
-                scope.set_attr(*replacement)
+            return interpreter._LangPatchScope()
+        if not originals:
+            changes = patch(both)._changes
+            known = {(owner, name): original for owner, name, original in reversed(changes)}
+            originals.extend((*place, original) for place, original in known.items())
+            replacements.extend((*place, _direct(getattr(*place))) for place in known)
+        for owner, name, replacement in replacements:
+            setattr(owner, name, replacement)
         is_patched = True
-        restore = scope.restore
-
-        def restore_all() -> None:
-            nonlocal is_patched
-            restore()
-            is_patched = False
-
-        scope.restore = restore_all
-        return scope
+        return SimpleNamespace(restore=restore)
 
     return patch_once
+
+
+def _direct(patched: Any) -> Any:
+    """Returns a builtin's replacement that calls the function within the builtin at once; others as they are."""
+    builtin = (getattr(patched, "__kwdefaults__", None) or {}).get("member")
+    if getattr(builtin, "__code__", None) is not _BUILTIN:
+        return patched
+    function, semantic = builtin.__wrapped__, interpreter.interpreter_semantic
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        kwargs["_semantic"] = semantic
+        return function(*args, **kwargs)
+
+    return call
 
 
 def _by_name(numpy_type: Any) -> Any:
@@ -105,10 +131,10 @@ def _by_shape(make: Any) -> Any:
 
 def _of_known_shape(make: Any) -> Any:
     """Returns a tensor's constructor, with a cache of wrapped shapes."""
-    known: dict[tuple[int, ...], tuple[Any, Any]] = {}
+    known: dict[str, tuple[Any, Any]] = {}
 
     def init(self: Any, handle: Any, type: Any) -> None:
-        key = tuple(type.shape.values) if type.is_block() else ()
+        key = type.name if type.is_block() else ""
         if key not in known:
             make(self, handle, type)
             known[key] = self.shape, self.numel
@@ -116,6 +142,21 @@ def _of_known_shape(make: Any) -> Any:
         self.shape, self.numel = known[key]
 
     return init
+
+
+def _by_names(with_element: Any) -> Any:
+    """Returns the function that changes a block type's elements, with a cache keyed by both types' names."""
+    known: dict[tuple[str, str], Any] = {}
+
+    def with_element_ty(self: Any, element: Any) -> Any:
+        if element.is_ptr():
+            return with_element(self, element)
+        key = self.name, element.name
+        if key not in known:
+            known[key] = with_element(self, element)
+        return known[key]
+
+    return with_element_ty
 
 
 def _with_numbers(equal: Any) -> Any:
@@ -138,6 +179,56 @@ def _if_shapes_differ(broadcast: Any) -> Any:
         return (lhs, rhs) if same else broadcast(self, lhs, rhs)
 
     return compare
+
+
+def _if_types_differ(check: Any) -> Any:
+    """Returns the function that brings two operands to one type, with fast paths.
+
+    Tensors of one type stay as they are, and so do pointers and their offsets; only shapes may differ. A whole number
+    becomes the same constant each time it meets the same type.
+    """
+    known: dict[tuple[Any, ...], Any] = {}
+
+    def compare(self: Any, lhs: Any, rhs: Any, *flags: Any, **named: Any) -> Any:
+        if type(rhs) is tl.tensor and type(lhs) is tl.tensor:
+            left, right = lhs.dtype.name, rhs.dtype.name
+            if (left == right and left in _KEPT) or (lhs.dtype.is_ptr() and flags[:1] == (True,) and right in _KEPT):
+                return self.broadcast_impl_value(lhs, rhs)
+        elif type(rhs) is int and type(lhs) is tl.tensor:
+            key = lhs.type.name, rhs, flags, *named.items()
+            if key in known:
+                return lhs, known[key]
+            left, right = check(self, lhs, rhs, *flags, **named)
+            if left is lhs:
+                if len(known) == _CONSTANTS:
+                    known.clear()
+                known[key] = right
+            return left, right
+        return check(self, lhs, rhs, *flags, **named)
+
+    return compare
+
+
+def _if_elements_differ(cast: Any) -> Any:
+    """Returns the conversion of tensors, with a fast path for elements that have the wanted type."""
+
+    def compare(self: Any, tensor: Any, wanted: Any, *more: Any, **named: Any) -> Any:
+        return tensor if tensor.dtype is wanted else cast(self, tensor, wanted, *more, **named)
+
+    return compare
+
+
+def _filled(splat: Any) -> Any:
+    """Returns the function that fills a block with a number, without NumPy's slower ``full``."""
+
+    def create_splat(kind: Any, number: Any) -> Any:
+        if isinstance(number.dtype, tl.block_type):
+            return splat(kind, number)
+        block = np.empty(kind.shape.values, number.data.dtype)
+        block[...] = number.data
+        return interpreter.TensorHandle(block, number.dtype.scalar)
+
+    return create_splat
 
 
 def _by_halves(convert: Any) -> Any:
