@@ -19,11 +19,11 @@ class ShortExtends:
 
     Attributes:
         costs: predict the times of both ways; with None, predicted time is no criterion.
-        spare_us: how much longer the direct kernel may take than dequantizing first, in microseconds.
         most_rows_unpacked: most new tokens times query heads per KV head in a request, if records are not cheap to
             dequantize (``extend.is_cheap``). Every tile of rows dequantizes them again.
         least_prefix: fewest stored tokens of a batch that the direct kernel serves.
         launch: the kernel's launch parameters; None chooses by head_dim.
+        spare_us: microseconds that the direct kernel may take longer than dequantizing first.
     """
 
     costs: ExtendCosts | None = H200
