@@ -23,6 +23,11 @@ from tests.e2e.test_serving import CHAT, STRICT
 QUANT = ("--kv-quant", "hadamard", "--kv-quant-recent", "64")
 #: Each server starts while the other one holds memory.
 ROOM = ("--mem-fraction-static", "0.9", "--max-total-tokens", "4096")
+#: The prefill server keeps more pages in host memory. It has BF16 pages for two requests, which others soon take over.
+HICACHE = (
+    *("--enable-hierarchical-cache", "--hicache-ratio", "2", "--enable-cache-report"),
+    *("--max-running-requests", "2"),
+)
 #: Windows that may be in transfer: one for each running request (``launch.server.CPU_FLAGS``).
 WINDOWS = 8
 #: Steps after which the decode server retracts a request, if two run.
@@ -76,14 +81,19 @@ class Pair:
         return requests.post(f"{server.url}/generate", json=body, timeout=600)
 
     def answer(self, ids: list[int], tokens: int) -> list[tuple[float, int]]:
-        """Sends the request to both servers; returns log-probability and token, for each that the decode server gives.
+        """Returns log-probability and token, for each that the decode server gives.
 
         A prompt in ``expected`` must be computed from its beginning, because a cached prefix is read from records.
         """
+        return self.places_and_answer(ids, tokens)[1]
+
+    def places_and_answer(self, ids: list[int], tokens: int) -> tuple[dict[str, int], list[tuple[float, int]]]:
+        """Sends the request to both servers; also returns how many tokens the prefill server found in each place."""
         room = random.getrandbits(30)
-        _, response = together([lambda s=s: self.post(s, ids, tokens, room) for s in (self.prefill, self.decode)])
+        read, response = together([lambda s=s: self.post(s, ids, tokens, room) for s in (self.prefill, self.decode)])
         assert response.status_code == 200, response.text
-        return [(x[0], x[1]) for x in response.json()["meta_info"]["output_token_logprobs"]]
+        found = [(x[0], x[1]) for x in response.json()["meta_info"]["output_token_logprobs"]]
+        return read.json()["meta_info"].get("cached_tokens_details") or {}, found
 
 
 def prompt(length: int) -> list[int]:
@@ -109,9 +119,9 @@ def expected(servers) -> dict[int, list[tuple[float, int]]]:
 @pytest.fixture(scope="module")
 def pair(backend, servers, expected, plugins) -> Pair:
     """Returns both servers. ``expected`` must come first, because only two servers are kept at a time."""
-    port, env = free_port(), {**STRICT, **plugins("transfers_on_cpu")}
+    port, env = free_port(), {**STRICT, **plugins("transfers_on_cpu", "small_host")}
     common = (*QUANT, *ROOM, "--disaggregation-transfer-backend", backend, "--disaggregation-mode")
-    prefill = servers(*common, "prefill", "--disaggregation-bootstrap-port", str(port), env=env)
+    prefill = servers(*common, "prefill", "--disaggregation-bootstrap-port", str(port), *HICACHE, env=env)
     more = {"KVQ_TEST_RETRACT": RETRACTS}
     decode = servers(*common, "decode", "--disaggregation-decode-enable-radix-cache", env={**env, **more})
     return Pair(prefill, decode, port)
@@ -144,6 +154,26 @@ def test_a_cached_prefix_is_not_sent_again(pair, expected):
     """The decode server has the last answer's pages for this prompt in its tree, and answers the same."""
     pair.prefill.drain()
     assert_same(pair.answer(prompt(700), LENGTHS[700]), expected[700])
+
+
+def test_pages_from_the_prefill_servers_host_memory_are_sent(pair):
+    """The answer equals that of pages that stayed on the device while other prompts took their BF16 copies."""
+
+    def ask() -> tuple[dict[str, int], list[tuple[float, int]]]:
+        pair.decode.drain()  # all pages are sent
+        return pair.places_and_answer(prompt(700), LENGTHS[700])
+
+    pair.prefill.drain()
+    ask()
+    for length in range(310, 316):
+        pair.answer(prompt(length), 1)
+    places, stayed = ask()
+    assert places["device"] == 640, places
+    for length in range(900, 908):
+        pair.answer(prompt(length), 1)
+    places, came_back = ask()
+    assert places["host"] == 640, places
+    assert came_back == stayed
 
 
 def test_requests_are_retracted_and_go_on_where_they_were(pair, expected):

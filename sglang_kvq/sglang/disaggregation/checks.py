@@ -29,7 +29,6 @@ REFUSED: tuple[tuple[str, str, tuple[object, ...]], ...] = (
         f"quantized pages can be sent by {', '.join(BACKENDS)} only",
         (None, *BACKENDS),
     ),
-    ("enable_hierarchical_cache", f"the pair is {_UNTRIED}", _OFF),
     ("enable_dp_attention", _UNTRIED, _OFF),
     ("enable_mixed_chunk", _UNTRIED, _OFF),
     ("disaggregation_enable_kv_checksum", "the checksum is taken before the last pages are quantized", _OFF),
@@ -38,6 +37,11 @@ REFUSED: tuple[tuple[str, str, tuple[object, ...]], ...] = (
     ("optimistic_prefill_attempts", _UNTRIED, (None, 0)),
     ("enable_streaming_session", _UNTRIED, _OFF),
     ("kv_canary", "the canary's notes are not sent with the pages", (None, "none")),
+)
+
+#: The same on a decode server only.
+REFUSED_IF_DECODING: tuple[tuple[str, str, tuple[object, ...]], ...] = (
+    ("enable_hierarchical_cache", f"{_UNTRIED}, except on the prefill server", _OFF),
 )
 
 #: Environment variables of SGLang that are refused, and why.
@@ -56,6 +60,11 @@ def _mode(value: object) -> str | None:
     return None if value in (None, "null", "") else str(value)
 
 
+def refused_in(mode: str) -> tuple[tuple[str, str, tuple[object, ...]], ...]:
+    """Returns what ``REFUSED`` has for a server in this mode."""
+    return (*REFUSED, *(REFUSED_IF_DECODING if mode == "decode" else ()))
+
+
 def refused_flags(values: Mapping[str, Any]) -> list[str]:
     """Returns the problems of the settings that the user typed, each with the fix."""
     mode = _mode(values.get("disaggregation_mode"))
@@ -66,7 +75,7 @@ def refused_flags(values: Mapping[str, Any]) -> list[str]:
             f"--disaggregation-mode {mode}: SGLang {compat.sglang_version()} sends plain BF16 pages only. Install "
             f"SGLang {TRANSFERS.removeprefix('>=')} or newer."
         ]
-    found = refused_beside(REFUSED, values, f"--disaggregation-mode {mode}")
+    found = refused_beside(refused_in(mode), values, f"--disaggregation-mode {mode}")
     algorithm = values.get("speculative_algorithm")
     if (
         mode == "decode"
@@ -88,9 +97,10 @@ def refused_settings(server_args: ServerArgs, config: KVQuantConfig, model: Mode
     mode = mode_of(server_args)
     if mode is None:
         return []
+    refused = refused_in(mode)
     found = refused_beside(
-        REFUSED,
-        {field: compat.resolved(server_args, field) for field, _, _ in REFUSED},
+        refused,
+        {field: compat.resolved(server_args, field) for field, _, _ in refused},
         f"--disaggregation-mode {mode}",
     )
     with_mode = f"and --disaggregation-mode {mode}"

@@ -71,6 +71,14 @@ def test_settings_are_refused_beside_a_transfer(values):
 
 
 @served
+def test_only_the_prefill_server_has_pages_in_host_memory():
+    values = {"enable_hierarchical_cache": True, "disaggregation_mode": "prefill"}
+    checks.check_flags(values, "cuda")
+    with pytest.raises(KVQuantError, match="--enable-hierarchical-cache and --disaggregation-mode decode: .*except on"):
+        checks.check_flags({**values, "disaggregation_mode": "decode"}, "cuda")
+
+
+@served
 def test_fields_exist():
     from sglang.srt.server_args import ServerArgs
 
