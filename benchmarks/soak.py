@@ -128,7 +128,7 @@ class Soak:
     def make_pair(self, gpus: tuple[int, int]) -> PairServer:
         """Returns a pair whose decode server retracts and drafts; n-grams need nothing from the prefill server.
 
-        HiCache is on the prefill server, because prompts are read there. The product refuses it at startup so far.
+        HiCache is on the prefill server, because prompts are read there.
         """
         port, env = free_port(), {}
         if self.cpu:

@@ -98,17 +98,17 @@ class AttentionOps(ABC):
         self.pool = pool
         self.rotations = rotations
 
-    def graph_tables(self, tokens: int, requests: int) -> GraphTables | None:
-        """Returns tables for a CUDA graph over stored prefixes; None if there is no kernel for it.
+    def graph_tables(self, tokens: int, requests: int) -> list[GraphTables]:
+        """Returns tables for CUDA graphs over stored prefixes, one for each way to attend, in order of preference.
 
         Args:
             tokens: new tokens of a batch, padding included.
             requests: most requests of a batch.
         """
-        return None
+        return []
 
-    def suits_graph(self, batch: ExtendBatch) -> bool:
-        """Returns whether a CUDA graph with ``graph_tables`` is expected to run a batch faster than layer by layer."""
+    def suits_graph(self, batch: ExtendBatch, tables: GraphTables) -> bool:
+        """Returns whether a CUDA graph with such tables is expected to run a batch faster than layer by layer."""
         return False
 
     def own_buffers(self) -> AbstractContextManager[None]:

@@ -76,16 +76,17 @@ class Wrapper:
             self._how[f"cu_seqlens_{side}"] = bounds.to(self._device, non_blocking=True)
             self._how[f"max_seqlen_{side}"] = int(bounds.diff().max())
 
-    def plan_graph(self, bounds: torch.Tensor, longest: int, sm_scale: float) -> None:
+    def plan_graph(self, bounds: tuple[torch.Tensor, torch.Tensor], longest: tuple[int, int], sm_scale: float) -> None:
         """Stores the settings of a CUDA graph in which new tokens attend to their own request, whatever its length.
 
         Args:
-            bounds: int32 ``[requests + 1]`` on the device; every run reads the values that it has then.
-            longest: most tokens of a request.
+            bounds: int32 ``[requests + 1]`` on the device, of queries and of keys; every run reads the values that
+                they have then.
+            longest: most queries and most keys of a request.
         """
         self._how = {"softmax_scale": sm_scale, "causal": True}
-        for side in "qk":
-            self._how[f"cu_seqlens_{side}"], self._how[f"max_seqlen_{side}"] = bounds, longest
+        for side, bound, most in zip("qk", bounds, longest):
+            self._how[f"cu_seqlens_{side}"], self._how[f"max_seqlen_{side}"] = bound, most
 
     def run(
         self,

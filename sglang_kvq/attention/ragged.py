@@ -12,6 +12,7 @@ import torch
 
 from sglang_kvq.attention.base import ExtendBatch
 from sglang_kvq.attention.fa3 import FlashAttention3
+from sglang_kvq.attention.planning.graph_tables import DequantizedTables
 from sglang_kvq.attention.planning.ragged_calls import Call, CallShape, in_place_tokens, plan_calls
 from sglang_kvq.cache.transfer import to_device
 from sglang_kvq.constants import PAGE_SIZE
@@ -52,12 +53,13 @@ class _Wrapper:
 
 @dataclass
 class PlannedCall:
-    """A ``Call`` with its wrapper planned and its indices on the device."""
+    """A ``Call`` with its wrapper planned and its indices on the device; a CUDA graph's has a workspace, too."""
 
     call: Call
     wrapper: Any
     pages: torch.Tensor
     positions: torch.Tensor | None
+    space: torch.Tensor | None = None
 
 
 @dataclass
@@ -102,8 +104,8 @@ class RaggedPrefill:
 
     def plan(self, batch: ExtendBatch, scale: float) -> list[PlannedCall]:
         """Plans a batch for all layers. The host does not wait for the device."""
-        if batch.bounds is not None:
-            return [self._plan_graph(batch.bounds, sum(batch.new_lens), scale)]
+        if batch.bounds is not None or batch.tables is not None:
+            return [self._plan_graph(batch, scale)]
         calls = plan_calls(batch.prefix_lens, batch.new_lens, self.capacity, self._least_tiles, self.in_place)
         parts = []
         for call in calls:
@@ -118,12 +120,19 @@ class RaggedPrefill:
             planned.append(PlannedCall(call, taken[call.shape].wrapper, pages.view(-1, 4), index))
         return planned
 
-    def _plan_graph(self, bounds: torch.Tensor, tokens: int, scale: float) -> PlannedCall:
-        """Plans the one call of a CUDA graph over ``tokens`` tokens of requests without a stored prefix."""
+    def _plan_graph(self, batch: ExtendBatch, scale: float) -> PlannedCall:
+        """Plans the one call of a CUDA graph: over new prompts (``bounds``), or over dequantized prefixes too."""
+        tables, tokens = batch.tables, sum(batch.new_lens)
         wrapper = self.library.BatchPrefillWithRaggedKVCacheWrapper(self._floats, "NHD", backend="auto")
-        wrapper.plan_graph(bounds, tokens, scale)
+        if isinstance(tables, DequantizedTables):
+            keys, reads = tables.space.shape[1], np.zeros(tables.pages.shape, np.int32)  # the device knows which
+            wrapper.plan_graph(tables.bounds, (tokens, keys), scale)
+            call = Call((0, tokens), [tokens], [keys], True, True, True, reads, None)
+            return PlannedCall(call, wrapper, tables.pages, tables.positions, tables.space)
+        assert batch.bounds is not None
+        wrapper.plan_graph((batch.bounds, batch.bounds), (tokens, tokens), scale)
         call = Call((0, tokens), [tokens], [tokens], True, True, True, np.empty((0, 4), np.int32), None)
-        return PlannedCall(call, wrapper, bounds[:0].view(-1, 4), None)
+        return PlannedCall(call, wrapper, batch.bounds[:0].view(-1, 4), None)
 
     def _planned(self, call: Call, scale: float, taken: list[_Wrapper]) -> _Wrapper:
         """Returns a free wrapper that is not in ``taken``, after planning it for calls of this shape."""
@@ -166,7 +175,9 @@ class RaggedPrefill:
             calls[0].wrapper.run(q, k, v, out=out)
             return
         size = max((sum(c.call.kv_lens) for c in calls if c.call.gathers), default=0)
-        space = torch.empty(2, size, *k.shape[1:], dtype=k.dtype, device=k.device)
+        space = calls[0].space
+        if space is None:
+            space = torch.empty(2, size, *k.shape[1:], dtype=k.dtype, device=k.device)
         begin, lse = 0, torch.empty(0)  # first query and log-sum-exps of the calls that are being merged
         for planned in calls:
             call, mine = planned.call, slice(*planned.call.q)

@@ -13,7 +13,7 @@ from sglang_kvq.attention.base import AttentionOps, ExtendBatch, LayerRotations
 from sglang_kvq.attention.drafts import DraftBatch
 from sglang_kvq.attention.planning.extend_costs import Geometry
 from sglang_kvq.attention.planning.extend_plan import Slab, plan_slabs
-from sglang_kvq.attention.planning.graph_tables import GraphTables, PlannedExtend
+from sglang_kvq.attention.planning.graph_tables import DequantizedTables, DirectTables, GraphTables, PlannedExtend
 from sglang_kvq.attention.planning.short_extend import AS_MEASURED, ShortExtends, plan_short
 from sglang_kvq.attention.planning.step_order import StepOrder
 from sglang_kvq.attention.planning.step_plan import StepPlan, StepPlans
@@ -41,6 +41,11 @@ from sglang_kvq.kernels.quantize.rotate import Store, rotate, split_rotation
 
 #: Most new tokens of a batch whose layers all write rotated queries, keys and values to the same buffers.
 _REUSED_TOKENS = 1024
+#: Most new tokens of a CUDA graph that reads stored pages directly, and fewest of one that dequantizes them first:
+#: about 256 tokens take as long in both ways (``extend_costs``).
+_MOST_DIRECT, _LEAST_DEQUANTIZED = 512, 256
+#: Tokens of the workspace of all CUDA graphs that dequantize first: a batch's stored tokens and its new ones.
+_GRAPH_SPACE = 32768
 #: Microseconds that a layer's attention may take longer in a CUDA graph than in the best way outside one. Outside, the
 #: host launches it, which takes 180 to 360 us on a host of an H100, and the GPU waits.
 _GRAPH_SAVES_US = 100.0
@@ -135,6 +140,7 @@ class TritonOps(AttentionOps):
         self.geometry = Geometry(q_heads, pool.kv_heads, pool.head_dim, self._sms)
         self._extend_plans: BatchPlans | None = None
         self._rotated: tuple[torch.Tensor | None, ...] = (None, None, None)
+        self._graph_space: torch.Tensor | None = None
         self._outgrown: list[object] = []  # buffers whose addresses CUDA graphs may hold
         self._verifications: dict[int, Verification] = {}  # by the number of drafts
         self.max_batch = 0
@@ -305,14 +311,28 @@ class TritonOps(AttentionOps):
         attend(layer, out, q, k, v, plans, scale, sinks)
         return out
 
-    def graph_tables(self, tokens: int, requests: int) -> GraphTables | None:
-        if self.short is None or not self.in_graphs:
-            return None
-        launch = self.short.launch or extend_launch(self.pool.head_dim)
-        return GraphTables(tokens, requests, self.geometry, launch, self.pool.device)
+    def graph_tables(self, tokens: int, requests: int) -> list[GraphTables]:
+        tables: list[GraphTables] = []
+        if not self.in_graphs:
+            return tables
+        if _LEAST_DEQUANTIZED <= tokens <= _GRAPH_SPACE // 2:
+            if self._graph_space is None:
+                shape = (2, _GRAPH_SPACE, self.pool.kv_heads, self.pool.head_dim)
+                self._graph_space = torch.empty(shape, dtype=torch.bfloat16, device=self.pool.device)
+            tables.append(DequantizedTables(tokens, requests, self._graph_space))
+        if tokens <= _MOST_DIRECT and self.short is not None:
+            launch = self.short.launch or extend_launch(self.pool.head_dim)
+            tables.append(DirectTables(tokens, requests, self.geometry, launch, self.pool.device))
+        return tables
 
-    def suits_graph(self, batch: ExtendBatch) -> bool:
-        short = self.short and replace(self.short, least_prefix=1, spare_us=_GRAPH_SAVES_US)
+    def suits_graph(self, batch: ExtendBatch, tables: GraphTables) -> bool:
+        if isinstance(tables, DequantizedTables):
+            return tables.hold(batch.prefix_lens) and not self._all_short(batch, 0.0)
+        return self._all_short(batch, _GRAPH_SAVES_US)
+
+    def _all_short(self, batch: ExtendBatch, spare_us: float) -> bool:
+        """Returns whether the direct kernel suits a batch in all layers, in a CUDA graph."""
+        short = self.short and replace(self.short, least_prefix=1, spare_us=spare_us)
         return short is not None and all(self._is_short(short, batch, cheap) for cheap in set(self._cheap))
 
     def _plans_of(self, batch: ExtendBatch) -> BatchPlans:
@@ -322,10 +342,10 @@ class TritonOps(AttentionOps):
 
     def _way(self, batch: ExtendBatch, cheap: bool) -> Callable[..., None]:
         """Returns the method that attends in layers whose records are cheap, or are not (``extend.is_cheap``)."""
-        if batch.bounds is not None and self.prefill is not None:  # ``in_graphs``
-            return partial(self._extend_ragged, self.prefill)
-        if batch.tables is not None and self.short is not None:  # ``graph_tables``
+        if isinstance(batch.tables, DirectTables) and self.short is not None:  # ``graph_tables``
             return partial(self._extend_short, self.short)
+        if (batch.bounds is not None or batch.tables is not None) and self.prefill is not None:  # ``in_graphs``
+            return partial(self._extend_ragged, self.prefill)
         if self.short is not None and self._is_short(self.short, batch, cheap):
             return partial(self._extend_short, self.short)
         library = self._library(batch)
@@ -355,7 +375,10 @@ class TritonOps(AttentionOps):
         """Attends with the kernel that reads stored pages directly; writes the result to ``out``."""
         if plans.short is None:
             tables = plans.batch.tables
-            plans.short = tables.plan if tables else plan_short(plans.batch, short, self.geometry, self.pool.device)
+            if isinstance(tables, DirectTables):
+                plans.short = tables.plan
+            else:
+                plans.short = plan_short(plans.batch, short, self.geometry, self.pool.device)
         plan, rows = plans.short, plans.batch.rows
         partial = torch.empty(plan.partials, *q.shape[1:], dtype=torch.float32, device=q.device)
         lse = torch.empty(partial.shape[:2], dtype=torch.float32, device=q.device)

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sglang_kvq.attention import fa3
+from sglang_kvq.attention import fa3, triton_ops
 from sglang_kvq.attention.base import LayerRotations
 from sglang_kvq.attention.planning.extend_costs import ExtendCosts
 from sglang_kvq.attention.planning.short_extend import ShortExtends
@@ -146,6 +146,8 @@ def uncaptured(monkeypatch: pytest.MonkeyPatch) -> None:
         return
     from sglang_kvq.sglang.attention import prompt_graphs
 
+    monkeypatch.setattr(triton_ops, "_GRAPH_SPACE", 20 * P)
+
     def captured(run, pool, stream):
         backend = Model.capturing.backend
         held = {name: getattr(backend, name) for name in ("batch", "direct_pages", "fresh", "decoding", "scored")}
@@ -201,6 +203,8 @@ def test_answers_and_pages_are_those_of_sglangs_graphs(uncaptured):
         check_integrity(model.tiers)
 
 
+#: Reads stored pages directly whenever it can.
+DIRECT = ShortExtends(costs=None, least_prefix=1)
 #: The graph's size, and each request's tokens stored before and new ones: a page that is quantized directly, broken
 #: pages, a history, padding, and as many requests as a graph has.
 CONTINUED = [
@@ -210,10 +214,20 @@ CONTINUED = [
 ]
 
 
-@pytest.mark.parametrize(("size", "before", "new"), CONTINUED)
-def test_continued_prompts_are_answered_as_by_sglangs_graphs(uncaptured, size, before, new):
+#: The same for graphs that dequantize first. Outside of them, the library attends only if prompts are long enough.
+DEQUANTIZED = [
+    (4 * P, [2 * P], [4 * P]),
+    (4 * P, [2, 2 * P + 5, 0], [70, 64, 65]),
+]
+
+
+@pytest.mark.parametrize(
+    ("size", "before", "new", "short"),
+    [(*case, DIRECT) for case in CONTINUED] + [(*case, None) for case in DEQUANTIZED],
+)
+def test_continued_prompts_are_answered_as_by_sglangs_graphs(uncaptured, size, before, new, short):
     """Bit for bit; padding changes nothing."""
-    whole, parts = pair(size, ShortExtends(costs=None, least_prefix=1))
+    whole, parts = pair(size, short)
     rows = list(range(1, len(new) + 1))
     for model in (whole, parts):
         if len(rows) > 1:
@@ -243,7 +257,7 @@ def test_long_and_many_continued_prompts_keep_sglangs_graphs(uncaptured):
     assert whole.eager == 0
     whole.prefill([1], [P], [1], 2)
     assert whole.eager == 1
-    whole.ops.short = ShortExtends(costs=None, least_prefix=1)
+    whole.ops.short = DIRECT
     waits: list[int] = []
     counter = SimpleNamespace(wait_until=waits.append)
     whole.backend.token_to_kv_pool = SimpleNamespace(layer_transfer_counter=counter)
@@ -251,6 +265,25 @@ def test_long_and_many_continued_prompts_keep_sglangs_graphs(uncaptured):
     assert whole.eager == 1 and waits[0] == LAYERS - 1, "pages of all layers must be there before the graph runs"
     whole.prefill(list(range(1, 34)), [P] + [0] * 32, [1] * 33, 4)
     assert whole.eager == 2
+
+
+def test_batches_take_the_graph_of_the_faster_way(uncaptured, monkeypatch):
+    """A batch whose pages are too many for the workspace takes the other graph, unless that one is much slower."""
+    monkeypatch.setattr(triton_ops, "_GRAPH_SPACE", 3 * P)
+    monkeypatch.setattr(triton_ops, "_LEAST_DEQUANTIZED", P)
+    whole = Model(P, True, DIRECT)
+    whole.capture()
+    taken: list[int] = []
+    for number, graph in enumerate(whole.runner._graphs[whole.key].graphs):
+        monkeypatch.setattr(graph, "replay", lambda number=number, go=graph.replay: (taken.append(number), go()))
+    for direct, prefix, graph in [(10, P, 2), (30, 2 * P, 1), (30, 2 * P + 1, 2), (121, 2 * P + 1, None)]:
+        whole.ops.short = ShortExtends(
+            costs=ExtendCosts(direct=(direct, 0, 0), dequantized=(20,) + (0,) * 5), least_prefix=1
+        )
+        taken.clear()
+        eager = whole.eager
+        whole.prefill([1], [prefix], [P], 1)
+        assert taken == ([] if graph is None else [graph]) and whole.eager == eager + (graph is None)
 
 
 def test_batches_with_a_stored_prefix_keep_sglangs_graphs(uncaptured):

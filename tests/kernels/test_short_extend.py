@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from sglang_kvq.attention.planning.extend_costs import Geometry
-from sglang_kvq.attention.planning.graph_tables import GraphTables
 from sglang_kvq.attention.planning.short_extend import AS_MEASURED, ShortExtends
 from sglang_kvq.attention.triton_ops import TritonOps
 from sglang_kvq.constants import PAGE_SIZE
@@ -214,27 +213,3 @@ def test_planning_and_running_never_wait_for_the_device():
     batch = make_batch(scene.rows, lens)
     with device_waits.refused():
         ops.extend(0, q, k, v, batch, scene.scale)
-
-
-def test_tables_hold_every_batch():
-    """Items of random batches fit the tables of a CUDA graph, and cover each row of new tokens and of padding."""
-    rng = random.Random(5)
-    for _ in range(300):
-        group, tokens = rng.choice([1, 2, 4, 5, 8, 16]), rng.choice([4, 16, 64, 80, 512])
-        geometry = Geometry(8 * group, 8, rng.choice([64, 128, 256]), rng.choice([16, 78, 132]))
-        launch = extend_launch(geometry.head_dim)
-        tables = GraphTables(tokens, 32, geometry, launch, torch.device("cpu"))
-        count = rng.randint(1, min(32, tokens))
-        ends = sorted([*rng.sample(range(1, tokens), count - 1), rng.randint(count, tokens) if count == 1 else tokens])
-        new = np.diff([0, *ends]).tolist()
-        stored = [rng.choice([0, 1, rng.randint(0, 200_000)]) for _ in new]
-        tables.fill(torch.arange(1, count + 1), stored, new)
-        items = [Item(*item) for item in tables.plan.items.tolist()]
-        seen = set()
-        for item in items:
-            rows = range(item.first_row, min(item.first_row + launch.rows, item.new * group))
-            seen |= {(item.start * group + row, item.part) for row in rows}
-            last = item.begin + (item.new - 1) * item.parts + item.part if item.parts > 1 else 0
-            assert last < tables.plan.partials
-        assert {row for row, _ in seen} == set(range(tokens * group)), "a result would keep its old value"
-        assert tables.rows[:count].tolist() == list(range(1, count + 1))

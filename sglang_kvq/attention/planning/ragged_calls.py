@@ -113,6 +113,14 @@ def plan_calls(
     return calls
 
 
+def one_call(prefix_lens: list[int], new_lens: list[int]) -> Call:
+    """Returns the only call of a batch that fits the workspace; it copies new tokens even if no prefix is stored."""
+    prefix, new = np.array(prefix_lens), np.array(new_lens)
+    call = _causal(0, np.zeros_like(prefix), prefix, new, 0)
+    call.last, call.positions = True, _positions(np.cumsum(prefix + new), new)
+    return call
+
+
 def _ends(prefix_lens: list[int], new_lens: list[int], in_place: int) -> list[int]:
     """Returns for each request the end of its section; a group lies in one section.
 
@@ -169,8 +177,13 @@ def _causal(request: int, start: np.ndarray, prefix: np.ndarray, new: np.ndarray
     kv = prefix - start + new
     ends = np.cumsum(kv)
     pages = np.concatenate([_pages(request + i, *x) for i, x in enumerate(zip(start, prefix, ends - kv))])
-    positions = np.concatenate([np.arange(end - n, end) for end, n in zip(ends, new)]) if len(pages) else None
+    positions = _positions(ends, new) if len(pages) else None
     return Call((query, query + int(new.sum())), new.tolist(), kv.tolist(), True, True, False, pages, positions)
+
+
+def _positions(ends: np.ndarray, new: np.ndarray) -> np.ndarray:
+    """Returns rows of the requests' new tokens, which are their last keys."""
+    return np.concatenate([np.arange(end - n, end) for end, n in zip(ends, new)])
 
 
 def _visible(request: int, start: np.ndarray, end: np.ndarray, new: np.ndarray, query: int) -> Call:

@@ -73,6 +73,8 @@ def _gather(
     D: tl.constexpr = SHAPE.D
     head, kv_heads = tl.program_id(0), tl.num_programs(0)
     read = PageRead(*load_fields(plan + tl.program_id(1).to(tl.int64) * FIELDS, FIELDS))
+    if read.count == 0:  # a CUDA graph has reads to spare
+        return
     row = tl.load(rows + read.request).to(tl.int64)
     page = page_of(stored.row_pages + row * stored.pages_row, read.index)
     start = read.index * PAGE

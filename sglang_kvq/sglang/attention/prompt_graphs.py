@@ -6,8 +6,8 @@ captured again, attention included:
 
 - For new prompts of up to ``MOST_TOKENS`` tokens. If no request has a stored prefix, attention needs only the bounds of
   the requests, which the device can read.
-- For up to ``MOST_CONTINUED`` tokens after stored prefixes. The kernel that reads stored pages directly takes its work
-  from tables of fixed size.
+- For such tokens after stored prefixes. Attention reads stored pages directly, or dequantizes them first; its kernels
+  take their work from tables of fixed size.
 """
 
 from __future__ import annotations
@@ -28,8 +28,6 @@ from sglang_kvq.sglang.types import Original
 
 #: Most tokens of a batch that is captured whole. For more tokens, the GPU takes longer than the host for all launches.
 MOST_TOKENS = 2048
-#: Most new tokens of such a batch if some follow a stored prefix. More are faster if the prefix is dequantized first.
-MOST_CONTINUED = 512
 #: Most requests of such a batch.
 MOST_REQUESTS = 32
 
@@ -110,14 +108,14 @@ class NewPrompts(WholeGraph):
 
 
 class ContinuedPrompts(WholeGraph):
-    """Runs batches in which a few new tokens follow stored prefixes."""
+    """Runs batches in which new tokens follow stored prefixes, in the way to attend that ``tables`` are for."""
 
     def __init__(self, backend: KVQuantBackend, tokens: int, tables: GraphTables) -> None:
         super().__init__(backend, tokens, sinks=backend.tiers.sink_pages * PAGE_SIZE)
         self._tables = tables
 
     def suits(self) -> bool:
-        return not self.backend.scored and self.backend.ops.suits_graph(self.backend.batch)
+        return not self.backend.scored and self.backend.ops.suits_graph(self.backend.batch, self._tables)
 
     def fill(self, batch: ExtendBatch) -> None:
         self._tables.fill(batch.rows, batch.prefix_lens, batch.new_lens)
@@ -187,8 +185,7 @@ def around_capture_one(
         self._copy_output_to_buffer(output, self._outputs[shape_key], self._output_rows(output, tokens))
 
     graphs: list[WholeGraph] = [NewPrompts(backend, tokens)]
-    tables = backend.ops.graph_tables(tokens, MOST_REQUESTS) if tokens <= MOST_CONTINUED else None
-    if tables is not None:
+    for tables in backend.ops.graph_tables(tokens, MOST_REQUESTS):
         graphs.append(ContinuedPrompts(backend, tokens, tables))
     with graph_pool_capture_scope():
         for graph in graphs:
