@@ -144,20 +144,21 @@ class ReferenceOps(AttentionOps):
         pool = self.pool
         sink_end, history_end = int(pool.row_sink_end[row]), int(pool.row_history_end[row])
         pages = pool.row_pages[row, : -(-length // PAGE_SIZE)].long()
-        start = torch.arange(len(pages), device=pages.device) * PAGE_SIZE
-        quantized = (start >= sink_end) & (start < history_end)
-        both = torch.empty(
-            2, len(pages), pool.kv_heads, PAGE_SIZE, pool.head_dim, dtype=torch.bfloat16, device=pool.device
-        )
-        both[0, quantized], both[1, quantized] = (
-            x.bfloat16() for x in pool.formats[layer].dequantize_pages(pool.records[layer][pages[quantized]])
-        )
-        slots = pool.page_slot[pages[~quantized]].long()
+        first, end = (min(-(-tokens // PAGE_SIZE), len(pages)) for tokens in (sink_end, max(sink_end, history_end)))
+        slots = pool.page_slot[torch.cat([pages[:first], pages[end:]])].long()
         if (slots < 0).any():
             raise RuntimeError(f"row {row}: a page outside the history [{sink_end}, {history_end}) has no BF16 copy")
-        both[:, ~quantized] = pool.bf16_pages[layer, slots].transpose(0, 1)
+        kept = pool.bf16_pages[layer, slots].transpose(0, 1)
+        both = torch.cat([kept[:, :first], self._dequantized(layer, pages[first:end]), kept[:, first:]], dim=1)
         k, v = both.transpose(1, 2).flatten(2, 3)[:, :, :length]
         return k, v
+
+    def _dequantized(self, layer: int, pages: torch.Tensor) -> torch.Tensor:
+        """Returns keys and values of records, BF16 ``[2, pages, kv_heads, PAGE_SIZE, D]``."""
+        pool = self.pool
+        if not len(pages):
+            return pool.bf16_pages.new_empty(2, 0, *pool.bf16_pages.shape[3:])
+        return torch.stack(pool.formats[layer].dequantize_pages(pool.records[layer][pages])).bfloat16()
 
 
 def _rotate_rows(x: torch.Tensor, r: torch.Tensor, mean: torch.Tensor | None = None) -> torch.Tensor:

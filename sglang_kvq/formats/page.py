@@ -180,7 +180,7 @@ class PageFormat:
         at = self.parts
         k_codes = unpack_codes(records[..., at.k_low : at.v_low], PAGE_SIZE, self.head_dim, self.k.bits)
         v_codes = unpack_codes(records[..., at.v_low : at.k_scale], self.head_dim, PAGE_SIZE, self.v.bits)
-        k_codes = k_codes[..., KEY_TOKENS.argsort(), :]
+        k_codes = k_codes.index_select(-2, KEY_TOKENS.argsort().to(records.device))
         k = self._dequantize(
             k_codes, records[..., at.k_scale : at.k_offset], records[..., at.k_offset : at.v_scale], self.k
         )
