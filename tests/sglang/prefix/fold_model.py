@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from sglang_kvq.attention.base import LayerRotations
-from sglang_kvq.attention.reference import ReferenceOps
 from sglang_kvq.cache.layout import KVGeometry
 from sglang_kvq.config import KVQuantConfig
 from sglang_kvq.constants import PAGE_SIZE as P
@@ -18,7 +17,7 @@ from sglang_kvq.formats.page import PageFormat
 from sglang_kvq.sessions.messages import FOLD, Fold
 from sglang_kvq.sglang import runtime
 from sglang_kvq.sglang.prefix import folding
-from tests.cache.scheduler_model import Request, row_indices
+from tests.cache.scheduler_model import RememberingOps, Request, row_indices
 from tests.sglang.prefix.tree_model import EVERYTHING, OLD, SglangRequest, TreeModel
 
 
@@ -62,7 +61,7 @@ class FoldModel(TreeModel):
         )
         self.pool = state.pages
         self.pool.bf16_pages.fill_(float("nan"))
-        self.ops = ReferenceOps(self.pool, LayerRotations())
+        self.ops = RememberingOps(self.pool, LayerRotations())
         state.tiers = self.manager(self.pool, self.sink_pages, self.recent_pages, self.ops.quantize_slots)
         self.tiers, self.request_rows = state.tiers, rows
         self.unified = plain_tree(rows, self.allocator)

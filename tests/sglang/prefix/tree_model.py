@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from sglang_kvq.attention.base import LayerRotations
-from sglang_kvq.attention.reference import ReferenceOps
 from sglang_kvq.cache.integrity import check_integrity
 from sglang_kvq.cache.layout import KVGeometry
 from sglang_kvq.config import KVQuantConfig
@@ -22,7 +21,7 @@ from sglang_kvq.constants import PAGE_SIZE as P
 from sglang_kvq.formats.page import PageFormat
 from sglang_kvq.releases import OLD_TREE
 from sglang_kvq.sglang import compat, runtime
-from tests.cache.scheduler_model import Model, Request
+from tests.cache.scheduler_model import Model, RememberingOps, Request
 
 #: True if SGLang keeps its record of a request's memory on the request itself.
 OLD = compat.applies(OLD_TREE, compat.sglang_version())
@@ -90,7 +89,7 @@ class TreeModel(Model):
         )
         self.pool = state.pages
         self.pool.bf16_pages.fill_(float("nan"))
-        self.ops = ReferenceOps(self.pool, LayerRotations())
+        self.ops = RememberingOps(self.pool, LayerRotations())
         state.tiers = self.manager(self.pool, self.sink_pages, self.recent_pages, self.ops.quantize_slots)
         self.tiers, self.request_rows = state.tiers, rows
         self.unified = unified_tree(rows, self.allocator)
