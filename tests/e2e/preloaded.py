@@ -18,6 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from launch.server import Server
+from tests import hook_places
 from tests.e2e import products
 
 #: Seconds until a preloading process must answer; it imports SGLang first.
@@ -34,6 +35,8 @@ READ_LATE = (
 CONSTANTS = ("SGLANG_TEST_RETRACT", "SGLANG_TEST_RETRACT_INTERVAL")
 #: SGLang's model modules that servers in tests load.
 MODEL_MODULES = ("llama", "llama_eagle", "qwen3_next")
+#: Modules that the plugin imports in every server; none of them reads the environment when it is imported.
+PLUGIN_MODULES = ("attention.base", "attention.reference", "rotations", "sglang.flags", "sglang.plugin")
 
 
 @cache
@@ -190,7 +193,10 @@ def _main(channel: socket.socket, model: str) -> None:
     names = ("entrypoints.http_server", "managers.scheduler", "managers.detokenizer_manager")
     for name in (*names, *(f"models.{model}" for model in MODEL_MODULES)):
         importlib.import_module(f"sglang.srt.{name}")
+    for name in PLUGIN_MODULES:
+        importlib.import_module(f"sglang_kvq.{name}")
     products.install()
+    hook_places.install()
     if Path(model, "tokenizer.json").exists():
         _keep_tokenizer(model)
     gc.freeze()

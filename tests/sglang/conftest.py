@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from sglang_kvq.releases import OLD_TREE_RELEASES, OLDEST
+from tests import hook_places
 
 os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -69,6 +70,7 @@ def applied():
 
     if not plugin._installed:  # SGLang may have loaded the installed plugin already
         plugin.register()
+        hook_places.install()
         HookRegistry.apply_hooks()
     assert plugin._problems == []
     return plugin
