@@ -16,6 +16,8 @@ from tests.e2e.client import held_out_text
 from tests.e2e.test_hicache import wait_for
 from tests.e2e.test_sessions import BUDGET, FLAGS, QUESTION, Sessions, assert_read
 
+#: Nats per token that answers may be from transformers': 0.02 were measured, and 0.12 to 0.22 for the other pages.
+CLOSE = 0.05
 #: Room for a history of 24 pages, its copies and one more prompt.
 POOL = 48
 HICACHE = (
@@ -36,7 +38,8 @@ def client(servers, plugins, storage, tmp_path) -> Sessions:
     env = plugins("small_host")
     env["PYTHONPATH"] = os.pathsep.join((path, env["PYTHONPATH"]))
     config = ("--hicache-storage-backend-extra-config", json.dumps({"file_storage_path": str(storage)}))
-    return Sessions(servers(*FLAGS, *HICACHE, *config, "--episodic-embedder", folder, env=env))
+    flags = (*FLAGS, *HICACHE, *config, "--episodic-embedder", folder)
+    return Sessions(servers(*flags, env=env, model=servers.shallow))
 
 
 @pytest.fixture
@@ -53,11 +56,15 @@ def push_out(client: Sessions) -> None:
         client.turn([numbers.randrange(100, 500) for _ in range(14 * P)], None, 1)
 
 
-def test_a_history_comes_back(client, model, prompt, storage):
+def test_a_history_comes_back(client, servers, prompt, storage):
     """A history from host memory, then from files, is read in chosen pages with a right answer; little is computed."""
+
+    def read(answer: dict) -> dict:
+        return assert_read(client, servers.shallow, "long", prompt, answer, control=True, close=CLOSE)
+
     client.flush()
     first = client.turn(prompt, "long", 6)
-    chosen = assert_read(client, model, "long", prompt, first)["read"]
+    chosen = read(first)["read"]
     client.wait_computed("long", chosen["of_tokens"])
     wait_for(lambda: len(list(storage.glob("*.bin"))) >= chosen["of_tokens"] // P, "pages do not arrive in storage")
     rebuilt = 0
@@ -69,7 +76,7 @@ def test_a_history_comes_back(client, model, prompt, storage):
         answer = client.turn(prompt, "long", 6)
         spent = client.computed_tokens() - before
         assert spent < BUDGET, f"{spent} tokens computed although the history is in the {place}"
-        session = assert_read(client, model, "long", prompt, answer)
+        session = read(answer)
         assert session["rebuilt"] > rebuilt, "the setting: the history had left the device"
         rebuilt = session["rebuilt"]
     assert client.state()["errors"] == 0 and client.state()["damaged_pages"] == 0
