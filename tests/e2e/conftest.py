@@ -18,6 +18,7 @@ import torch
 from launch.server import Server
 from sglang_kvq.releases import OLDEST
 from tests import shallow
+from tests.conftest import ROOT
 from tests.e2e.preloaded import Preloaded, other_models
 
 #: True on a GPU machine: the same tests run there, and decode inside CUDA graphs.
@@ -43,16 +44,23 @@ ORDER = (
     *("test_evaluation.py", "test_numbers.py", "test_parallel.py"),
     *("test_canary.py", "test_capture.py", "test_refusals.py"),
 )
-#: Tests that the oldest release runs without ``--all``: one server under load. ``tests/sglang`` tests, symbol by
-#: symbol, what differs from the newest release.
-OLDEST_TOO = re.compile(r"test_serving\.py::")
+#: Tests that the oldest release runs without ``--all``: one server under load, and one that must not start.
+#: ``tests/sglang`` tests, symbol by symbol, what differs from the newest release.
+OLDEST_TOO = re.compile(r"test_serving\.py::|test_refusals\.py::test_a_model_is_refused")
 #: Seconds until a server must be ready: next to other jobs on two slow cores, one took three minutes.
 READY = 900
 
 
 def variables(env: dict[str, str] | None) -> dict[str, str]:
-    """Returns the environment variables of a test's server: ``STRICT``, a list of models to leave out, and ``env``."""
-    return {**STRICT, "SGLANG_DISABLED_MODEL_ARCHS": other_models(), **(env or {})}
+    """Returns the environment variables of a test's server.
+
+    These are ``STRICT``, a list of models to leave out, on a CPU a folder for the C++ that SGLang compiles, and
+    ``env``. In its usual folder torch compiles that C++ again whenever another clone or release has used the folder.
+    """
+    more = {"SGLANG_DISABLED_MODEL_ARCHS": other_models()}
+    if not ON_GPU and "TORCH_EXTENSIONS_DIR" not in os.environ:
+        more["TORCH_EXTENSIONS_DIR"] = str(ROOT / ".venvs" / "extensions" / version("sglang"))
+    return {**STRICT, **more, **(env or {})}
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -192,15 +200,21 @@ def plugin(plugins: Callable[..., dict[str, str]]) -> dict[str, str]:
 
 @pytest.fixture
 def refused(servers: Servers, tmp_path: Path) -> Callable[..., str]:
-    """``refused(*flags)`` starts a server that must refuse to start, and returns its log."""
+    """``refused(*flags)`` starts a server that must refuse to start, and returns its log.
 
-    def start(*flags: str, env: dict[str, str] | None = None) -> str:
+    ``status`` is the exit status that it must have; None means any but 0.
+    """
+
+    def start(
+        *flags: str, env: dict[str, str] | None = None, model: Path | None = None, status: int | None = None
+    ) -> str:
         log = tmp_path / "server.log"
-        server = servers.forked(Server(servers.shallow, *flags, env=variables(env), log_path=log))
+        server = servers.forked(Server(model or servers.shallow, *flags, env=variables(env), log_path=log))
         try:
             server.start(READY)
         except Exception:
             assert server.process is not None and server.process.returncode not in (None, 0), server.log_tail()
+            assert status in (None, server.process.returncode), server.log_tail()
             return server.log()
         server.stop()
         pytest.fail(f"the server started with {' '.join(flags)}, but must refuse\n{server.log_tail()}", pytrace=False)
