@@ -140,7 +140,7 @@ def test_a_page_that_lost_its_bf16_page_again_has_its_entry_and_is_the_youngest(
     check_table(sink_cache)
 
 
-def test_a_page_with_an_bf16_page_gives_its_entry_before_the_oldest_does():
+def test_a_page_with_a_bf16_page_gives_its_entry_before_the_oldest_does():
     sink_cache, given = table(), tokens(7)
     for step, page in enumerate((5, 6, 7, 8)):
         keep(sink_cache, [page], given[:, step : step + 1], step)
@@ -267,7 +267,7 @@ def test_of_more_idle_conversations_than_entries_the_oldest_is_read_from_its_rec
     assert not m.pool.sink_cache.pages.any()
 
 
-def test_a_page_with_an_bf16_page_leaves_its_entry_to_others():
+def test_a_page_with_a_bf16_page_leaves_its_entry_to_others():
     """A page with a BF16 copy gives its entry up when others need it, and gets another entry when the copy is taken."""
     m = Model(90, 8, 2, 1, 2, format=PLANES)
     n = m.pool.sink_cache.count
@@ -374,7 +374,7 @@ def test_a_fold_or_copy_that_nothing_ran_with_keeps_its_first_token_when_its_bf1
 
 
 @pytest.mark.parametrize("kind", ["fold", "copy"])
-def test_a_fold_or_copy_with_an_bf16_page_takes_no_entry_from_who_idles(kind):
+def test_a_fold_or_copy_with_a_bf16_page_takes_no_entry_from_who_idles(kind):
     """All entries are taken, and a page with a BF16 copy needs none."""
     m = Model(90, 8, 2, 1, 2, format=PLANES)
     pages = [idle(m, prompt(n)) for n in range(m.pool.sink_cache.count)]

@@ -44,7 +44,7 @@ def test_sinks_are_bf16_pages_and_the_rest_is_records():
     m.check()
 
 
-def test_without_room_for_an_bf16_page_the_record_serves():
+def test_without_room_for_a_bf16_page_the_record_serves():
     """If windows pin every slot, the record of the fold serves; it does not matter whose windows they are."""
     m = model(slots=8, rows=2)
     request = prefill(m, list(range(600)), publish=False)
