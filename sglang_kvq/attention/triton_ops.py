@@ -44,7 +44,7 @@ _REUSED_TOKENS = 1024
 #: Most new tokens of a CUDA graph that reads stored pages directly, and fewest of one that dequantizes them first:
 #: about 256 tokens take as long in both ways (``extend_costs``).
 _MOST_DIRECT, _LEAST_DEQUANTIZED = 512, 256
-#: Tokens of the workspace of all CUDA graphs that dequantize first: a batch's stored tokens and its new ones.
+#: Most tokens of the workspace of all CUDA graphs that dequantize first: a batch's stored tokens and its new ones.
 _GRAPH_SPACE = 32768
 #: Microseconds that a layer's attention may take longer in a CUDA graph than in the best way outside one. Outside, the
 #: host launches it, which takes 180 to 360 us on a host of an H100, and the GPU waits.
@@ -315,9 +315,10 @@ class TritonOps(AttentionOps):
         tables: list[GraphTables] = []
         if not self.in_graphs:
             return tables
-        if _LEAST_DEQUANTIZED <= tokens <= _GRAPH_SPACE // 2:
+        rows = min(_GRAPH_SPACE, self.slab_pages * PAGE_SIZE)
+        if _LEAST_DEQUANTIZED <= tokens <= rows // 2:
             if self._graph_space is None:
-                shape = (2, _GRAPH_SPACE, self.pool.kv_heads, self.pool.head_dim)
+                shape = (2, rows, self.pool.kv_heads, self.pool.head_dim)
                 self._graph_space = torch.empty(shape, dtype=torch.bfloat16, device=self.pool.device)
             tables.append(DequantizedTables(tokens, requests, self._graph_space))
         if tokens <= _MOST_DIRECT and self.short is not None:
