@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -57,12 +58,14 @@ class BatchPlans:
 
     Attributes:
         ways: the method that attends; the key says whether the layer's records are cheap (``extend.is_cheap``).
+        slower_us: microseconds that the direct kernel takes longer in a layer of a CUDA graph; None if not predicted.
         short, calls, slabs: the plan of each way to attend: pages read directly, a library's calls, our kernel's slabs.
         scores: plans for scoring past keys, by request.
     """
 
     batch: ExtendBatch
     ways: dict[bool, Callable[..., None]] = field(default_factory=dict)
+    slower_us: float | None = None
     short: PlannedExtend | None = None
     calls: list[PlannedCall] | None = None
     slabs: list[Slab] | None = None
@@ -327,14 +330,22 @@ class TritonOps(AttentionOps):
         return tables
 
     def suits_graph(self, batch: ExtendBatch, tables: GraphTables) -> bool:
+        plans = self._plans_of(batch)
+        if plans.slower_us is None:
+            plans.slower_us = self._slower_us(batch)
         if isinstance(tables, DequantizedTables):
-            return tables.hold(batch.prefix_lens) and not self._all_short(batch, 0.0)
-        return self._all_short(batch, _GRAPH_SAVES_US)
+            return tables.hold(batch.prefix_lens) and plans.slower_us > 0
+        return plans.slower_us <= _GRAPH_SAVES_US
 
-    def _all_short(self, batch: ExtendBatch, spare_us: float) -> bool:
-        """Returns whether the direct kernel suits a batch in all layers, in a CUDA graph."""
-        short = self.short and replace(self.short, least_prefix=1, spare_us=spare_us)
-        return short is not None and all(self._is_short(short, batch, cheap) for cheap in set(self._cheap))
+    def _slower_us(self, batch: ExtendBatch) -> float:
+        """Predicts how much longer the direct kernel takes than dequantizing first, in the layers where it loses most.
+
+        The batch must have a stored prefix.
+        """
+        if self.short is None:
+            return math.inf
+        lens, others = (batch.prefix_lens, batch.new_lens), self._instead(batch)
+        return max(self.short.slower_us(*lens, self.geometry, cheap, *others) for cheap in set(self._cheap))
 
     def _plans_of(self, batch: ExtendBatch) -> BatchPlans:
         if self._extend_plans is None or self._extend_plans.batch is not batch:
@@ -347,15 +358,16 @@ class TritonOps(AttentionOps):
             return partial(self._extend_short, self.short)
         if (batch.bounds is not None or batch.tables is not None) and self.prefill is not None:  # ``in_graphs``
             return partial(self._extend_ragged, self.prefill)
-        if self.short is not None and self._is_short(self.short, batch, cheap):
+        lens = batch.prefix_lens, batch.new_lens
+        if self.short is not None and self.short.suits(*lens, self.geometry, cheap, *self._instead(batch)):
             return partial(self._extend_short, self.short)
         library = self._library(batch)
         return partial(self._extend_ragged, library) if library else self._extend_slabs
 
-    def _is_short(self, short: ShortExtends, batch: ExtendBatch, cheap: bool) -> bool:
+    def _instead(self, batch: ExtendBatch) -> tuple[int, bool]:
+        """Returns the workspace's tokens if prefixes are dequantized first, and whether a library then attends."""
         library = self._library(batch)
-        capacity = library.capacity if library else self.slab_pages * PAGE_SIZE
-        return short.suits(batch.prefix_lens, batch.new_lens, self.geometry, cheap, capacity, library is not None)
+        return library.capacity if library else self.slab_pages * PAGE_SIZE, library is not None
 
     def _library(self, batch: ExtendBatch) -> RaggedPrefill | None:
         """Returns the library that would attend to dequantized prefixes; None if our own kernel would."""

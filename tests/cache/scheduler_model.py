@@ -28,7 +28,6 @@ import torch
 
 from sglang_kvq.attention.base import LayerRotations
 from sglang_kvq.attention.planning.new_tokens import direct_tokens
-from sglang_kvq.attention.reference import ReferenceOps
 from sglang_kvq.cache.integrity import check_integrity
 from sglang_kvq.cache.pool import PagePool
 from sglang_kvq.cache.shared.arena import Arena, padded
@@ -39,6 +38,7 @@ from sglang_kvq.formats.page import PageFormat
 from sglang_kvq.formats.planes import PlaneCode, PlaneFormat
 from sglang_kvq.formats.record import RecordFormat
 from tests.cache.host_model import Copy, Host
+from tests.cache.remembering_ops import RememberingOps
 
 TABLE = torch.randn(4096, 2, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
 
@@ -87,22 +87,6 @@ class Request:
     def expected(self, start: int, end: int) -> torch.Tensor:
         """Returns the K and V that these tokens must have, BF16 ``[end - start, 2, 64]``."""
         return TABLE[torch.from_numpy(np.array(row_indices(self.tokens, self.indices)[start:end], dtype=np.int64))]
-
-
-class RememberingOps(ReferenceOps):
-    """Dequantizes records with equal bytes once, because most steps read the same records as the step before."""
-
-    def __init__(self, *arguments) -> None:
-        super().__init__(*arguments)
-        self._known: dict[tuple[int, bytes], torch.Tensor] = {}
-
-    def _dequantized(self, layer: int, pages: torch.Tensor) -> torch.Tensor:
-        names = [(layer, record.tobytes()) for record in self.pool.records[layer][pages].cpu().numpy()]
-        if new := [i for i, name in enumerate(names) if name not in self._known]:
-            found = super()._dequantized(layer, pages[new])
-            self._known.update({names[i]: found[:, n] for n, i in enumerate(new)})
-        pages_read = [self._known[name] for name in names]
-        return torch.stack(pages_read, dim=1) if pages_read else super()._dequantized(layer, pages)
 
 
 @dataclass

@@ -117,7 +117,9 @@ def one_call(prefix_lens: list[int], new_lens: list[int]) -> Call:
     """Returns the only call of a batch that fits the workspace; it copies new tokens even if no prefix is stored."""
     prefix, new = np.array(prefix_lens), np.array(new_lens)
     call = _causal(0, np.zeros_like(prefix), prefix, new, 0)
-    call.last, call.positions = True, _positions(np.cumsum(prefix + new), new)
+    call.last = True
+    if call.positions is None:
+        call.positions = _positions(np.cumsum(prefix + new), new)
     return call
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -23,14 +24,12 @@ class ShortExtends:
             dequantize (``extend.is_cheap``). Every tile of rows dequantizes them again.
         least_prefix: fewest stored tokens of a batch that the direct kernel serves.
         launch: the kernel's launch parameters; None chooses by head_dim.
-        spare_us: microseconds that the direct kernel may take longer than dequantizing first.
     """
 
     costs: ExtendCosts | None = H200
     most_rows_unpacked: int = 128
     least_prefix: int = 512
     launch: ExtendLaunch | None = None
-    spare_us: float = 0.0
 
     def suits(
         self,
@@ -41,21 +40,33 @@ class ShortExtends:
         capacity: int = 65536,
         flashinfer: bool = True,
     ) -> bool:
-        """Returns whether the direct kernel serves a batch.
+        """Returns whether the direct kernel serves a batch; see ``slower_us`` for the arguments."""
+        if sum(new_lens) == 0 or sum(prefix_lens) < self.least_prefix:
+            return False
+        return self.slower_us(prefix_lens, new_lens, geometry, cheap, capacity, flashinfer) <= 0
+
+    def slower_us(
+        self,
+        prefix_lens: list[int],
+        new_lens: list[int],
+        geometry: Geometry,
+        cheap: bool,
+        capacity: int = 65536,
+        flashinfer: bool = True,
+    ) -> float:
+        """Predicts how many microseconds longer the direct kernel takes than dequantizing first.
+
+        It is infinite if the kernel may not serve the batch, and minus infinity without ``costs``.
 
         cheap: whether the layer's records are cheap (``extend.is_cheap``); capacity: tokens of the workspace;
         flashinfer: whether FlashInfer would attend to the workspace.
         """
-        if sum(new_lens) == 0 or sum(prefix_lens) < self.least_prefix:
-            return False
         if not cheap and max(new_lens) * geometry.gqa_group > self.most_rows_unpacked:
-            return False
+            return math.inf
         if self.costs is None:
-            return True
+            return -math.inf
         direct = self.costs.direct_us(prefix_lens, new_lens, geometry, cheap, self.launch)
-        return direct - self.spare_us <= self.costs.dequantized_us(
-            prefix_lens, new_lens, geometry, capacity, flashinfer
-        )
+        return direct - self.costs.dequantized_us(prefix_lens, new_lens, geometry, capacity, flashinfer)
 
 
 #: The choice by the model of measured times in ``extend_costs``.

@@ -17,7 +17,8 @@ from sglang_kvq.formats.page import PageFormat
 from sglang_kvq.sessions.messages import FOLD, Fold
 from sglang_kvq.sglang import runtime
 from sglang_kvq.sglang.prefix import folding
-from tests.cache.scheduler_model import RememberingOps, Request, row_indices
+from tests.cache.remembering_ops import RememberingOps
+from tests.cache.scheduler_model import Request, row_indices
 from tests.sglang.prefix.tree_model import EVERYTHING, OLD, SglangRequest, TreeModel
 
 

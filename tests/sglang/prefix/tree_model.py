@@ -21,7 +21,8 @@ from sglang_kvq.constants import PAGE_SIZE as P
 from sglang_kvq.formats.page import PageFormat
 from sglang_kvq.releases import OLD_TREE
 from sglang_kvq.sglang import compat, runtime
-from tests.cache.scheduler_model import Model, RememberingOps, Request
+from tests.cache.remembering_ops import RememberingOps
+from tests.cache.scheduler_model import Model, Request
 
 #: True if SGLang keeps its record of a request's memory on the request itself.
 OLD = compat.applies(OLD_TREE, compat.sglang_version())

@@ -20,7 +20,8 @@ from sglang_kvq.constants import PAGE_SIZE as P
 from sglang_kvq.formats.page import PageFormat
 from sglang_kvq.sglang import runtime
 from sglang_kvq.sglang.runtime import CONFIG_ATTRIBUTE, WindowLayers
-from tests.cache.scheduler_model import RememberingOps, Request, row_indices
+from tests.cache.remembering_ops import RememberingOps
+from tests.cache.scheduler_model import Request, row_indices
 from tests.sglang.prefix.tree_model import EVERYTHING, OLD, SglangRequest, TreeModel, sglang_request
 
 #: Tokens that a token sees before itself.
