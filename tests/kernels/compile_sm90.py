@@ -178,6 +178,7 @@ def compile_launch(self, *args, grid, warmup=False, **kwargs) -> None:
     constants = {p.name for p in self.params if p.is_constexpr}
     options = {k: v for k, v in kwargs.items() if k not in self.arg_names}
     general = {p.name for p in self.params if p.do_not_specialize}
+    unaligned = general | {p.name for p in self.params if p.do_not_specialize_on_alignment}
     signature = {n: "constexpr" if n in constants else type_of(given[n], n in general) for n in self.arg_names}
     constexprs, aligned = {}, []
     for i, n in enumerate(self.arg_names):
@@ -188,7 +189,7 @@ def compile_launch(self, *args, grid, warmup=False, **kwargs) -> None:
             kind = type_of(value, n in general)
             if kind == "constexpr":
                 constexprs[path] = value
-            elif n not in general and (kind[0] == "*" or (kind[0] == "i" and value % 16 == 0)):
+            elif n not in unaligned and (kind[0] == "*" or (kind[0] == "i" and value % 16 == 0)):
                 aligned.append(path)
     source = ASTSource(
         fn=self,

@@ -61,7 +61,7 @@ def merge_splits(
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["spans"])
 def _merge(
     out, partial, lse, spans, sinks,
     HEADS: tl.constexpr, CHUNK: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr, EARLY: tl.constexpr,

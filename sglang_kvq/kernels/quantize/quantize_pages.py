@@ -102,7 +102,7 @@ def _constants(record: Record | PlaneRecord, kv_heads: int, d: int, device: torc
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["ranks", "first", "pages"])
 def _quantize_tokens(
     records, ranks, first, pages, k, v, RECORD: tl.constexpr, SHAPE: tl.constexpr, PACKED: tl.constexpr
 ):

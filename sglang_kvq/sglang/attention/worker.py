@@ -146,7 +146,7 @@ def create_ops(
     if pool.device.type == "cpu":
         return ReferenceOps(pool, rotations)
     from sglang_kvq.attention import prefill_library, ragged
-    from sglang_kvq.attention.compile_prefills import compile_prefills
+    from sglang_kvq.attention.compile_kernels import compile_kernels
     from sglang_kvq.attention.triton_ops import TritonOps
 
     layers = [layer for layer in model_runner.model.modules() if isinstance(layer, RadixAttention)]
@@ -169,5 +169,5 @@ def create_ops(
         prefill=prefill,
     )
     logger.info("kv-quant compiles kernels that %s lacks; on a new host this takes about a minute", triton_cache())
-    compile_prefills(ops)
+    compile_kernels(ops)
     return ops

@@ -1,6 +1,6 @@
-"""Prints the kernels that prefills compile at startup and the ones they compile later, without a GPU.
+"""Prints the kernels that are compiled at startup and the ones that batches compile later, without a GPU.
 
-test_compile_prefills.py runs this script. ``no_gpu`` compiles and launches nothing.
+test_compile_kernels.py runs this script. ``no_gpu`` compiles and launches nothing.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 
 from sglang_kvq.attention import triton_ops
 from sglang_kvq.attention.base import ExtendBatch, LayerRotations
-from sglang_kvq.attention.compile_prefills import compile_prefills
+from sglang_kvq.attention.compile_kernels import compile_kernels
 from sglang_kvq.attention.fa3 import FlashAttention3
 from sglang_kvq.attention.planning.extend_costs import Geometry
 from sglang_kvq.attention.ragged import RaggedPrefill
@@ -27,6 +27,8 @@ from tests.kernels.no_gpu import compiled
 Q_HEADS, KV_HEADS, D, PAGES, ROWS, SMS = 32, 8, 128, 300, 9, 132
 #: Lengths of stored and of new tokens, and numbers of requests.
 PREFIXES, NEWS, COUNTS = [1, P, 700, 5000, 18000], [1, 7, 64, 300, 1500], [1, 1, 2, 8]
+#: Some of SGLang's sizes of CUDA graphs, and the most requests of one that holds a whole prefill.
+CAPTURED, DECODED, REQUESTS = [2048, 512, 240, 64, 4], [512, 128, 96, 24, 3, 2, 1], 32
 #: Queries, keys and values of the longest prefill, from which all prefills take their own.
 QKV = torch.zeros(max(NEWS) * max(COUNTS), Q_HEADS + 2 * KV_HEADS, D, dtype=torch.bfloat16)
 FORMATS = {
@@ -48,20 +50,56 @@ def make_ops(formats: list, *, library: bool, folded: bool) -> TritonOps:
         fa3 = FlashAttention3(attend, lambda *parts: None)
         prefill = RaggedPrefill(fa3, Q_HEADS, KV_HEADS, D, torch.device("cpu"), 64 * P)
     matrices = torch.eye(D).expand(len(formats), KV_HEADS, D, D).contiguous()
-    ops = TritonOps(pool, LayerRotations(k=matrices, v=None if folded else matrices), Q_HEADS, 4, prefill=prefill)
+    rotations = LayerRotations(k=matrices, v=None if folded else matrices)
+    ops = TritonOps(pool, rotations, Q_HEADS, max(DECODED), prefill=prefill)
     ops.geometry = Geometry(Q_HEADS, KV_HEADS, D, SMS)
     return ops
 
 
-def prefill(ops: TritonOps, lens: list[tuple[int, int]]) -> None:
-    """Runs all layers for requests with stored and new tokens."""
-    prefixes, news = (list(x) for x in zip(*lens))
-    loc = torch.zeros(sum(news), dtype=torch.int64)
+def run_layers(ops: TritonOps, batch: ExtendBatch) -> None:
+    """Runs all layers for new tokens."""
+    loc = batch.loc
     q, k, v = QKV[: len(loc)].split([Q_HEADS, KV_HEADS, KV_HEADS], 1)
-    batch = ExtendBatch(torch.arange(1, len(news) + 1), prefixes, news, loc, loc[:0])
     for layer in range(ops.pool.layers):
         rotated = ops.rotate_and_keep(layer, loc, q, k, v)
         ops.rotate_output(layer, ops.extend(layer, *rotated, batch, 0.1))
+
+
+def prefill(ops: TritonOps, lens: list[tuple[int, int]]) -> None:
+    """Runs a batch of requests with stored and new tokens."""
+    prefixes, news = (list(x) for x in zip(*lens))
+    loc = zeros(sum(news))
+    run_layers(ops, ExtendBatch(torch.arange(1, len(news) + 1), prefixes, news, loc, loc[:0]))
+
+
+def capture(ops: TritonOps, tokens: int) -> None:
+    """Runs what SGLang and the plugin capture for a size of new prompts."""
+    loc = zeros(tokens)
+    run_layers(ops, ExtendBatch(loc[:1], [0], [tokens], loc, loc[:0]))
+    if ops.in_graphs:
+        bounds = zeros(REQUESTS + 2).int()
+        run_layers(ops, ExtendBatch(loc[:1], [0], [tokens], loc, loc[:0], bounds=bounds))
+    for tables in ops.graph_tables(tokens, REQUESTS):
+        run_layers(ops, ExtendBatch(tables.rows, [0], [tokens], loc, loc[:0], tables=tables))
+    for layer in range(ops.pool.layers):
+        k, v = QKV[:tokens].split([Q_HEADS, KV_HEADS, KV_HEADS], 1)[1:]
+        pages = zeros(-(-tokens // P))
+        ops.quantize_tokens(layer, pages, pages, k, v)
+    ops.quantize_slots(*zeros(2, 2 * REQUESTS), zeros(1))
+
+
+def decode(ops: TritonOps, requests: int) -> None:
+    """Runs a step of decoding."""
+    rows = zeros(requests)
+    ops.plan_attention(rows, rows + 1)
+    q, k, v = QKV[:requests].split([Q_HEADS, KV_HEADS, KV_HEADS], 1)
+    for layer in range(ops.pool.layers):
+        rotated = ops.rotate_and_store(layer, rows, q, k, v)
+        ops.rotate_output(layer, ops.decode(layer, rotated, rows, rows + 1, 0.1))
+
+
+def zeros(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.int64)
 
 
 def main() -> None:
@@ -71,10 +109,14 @@ def main() -> None:
         for library in (True, False):
             for folded in (True, False):
                 ops = make_ops(formats, library=library, folded=folded)
-                compile_prefills(ops)
+                compile_kernels(ops)
                 print(f"{name}, at startup: {' '.join(compiled)}")
                 compiled.clear()
                 draw = random.Random(3)
+                for tokens in CAPTURED:
+                    capture(ops, tokens)
+                for requests in DECODED:
+                    decode(ops, requests)
                 for _ in range(60):
                     lens = [(draw.choice(PREFIXES), draw.choice(NEWS))] * draw.choice(COUNTS)
                     prefill(ops, lens)

@@ -6,8 +6,8 @@ from tests.kernels.no_gpu import output_of
 
 
 def test_no_prefill_over_a_prefix_compiles_a_kernel():
-    """Runs compiled_prefills.py."""
-    output = output_of("tests.kernels.compiled_prefills")
+    """Runs compiled_kernels.py."""
+    output = output_of("tests.kernels.compiled_kernels")
     lines = [line.partition(": ") for line in output.splitlines()]
     first = {name: set(kernels.split()) for name, _, kernels in reversed(lines)}
     assert first["oscar, at startup"] >= {"_rotate", "_gather", "_append", "_extend", "_flash", "_merge"}

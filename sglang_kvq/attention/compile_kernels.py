@@ -1,0 +1,99 @@
+"""Compiles a starting server's kernels, several at the same time, so that no request waits for the compiler."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from itertools import product
+
+import torch
+
+from sglang_kvq.attention.base import ExtendBatch
+from sglang_kvq.attention.planning.short_extend import ShortExtends
+from sglang_kvq.attention.triton_ops import TritonOps
+from sglang_kvq.constants import PAGE_SIZE
+from sglang_kvq.kernels.device.launch import compile_together
+
+#: New tokens of the requests that are tried: too few for a library, enough for one, and enough for larger launches.
+_NEW = (16, 2 * PAGE_SIZE, 5 * PAGE_SIZE)
+#: Stored tokens of these requests, at most.
+_STORED = (PAGE_SIZE, 16 * PAGE_SIZE)
+#: Pages of a slab meanwhile, so that our own kernel, without a library, takes several slabs.
+_SLAB_PAGES = 4
+#: Requests of the batches that decode: plans are compiled for each power of two.
+_DECODED = (3, *(2**i for i in range(11)))
+
+
+def compile_kernels(ops: TritonOps) -> None:
+    """Compiles the kernels of all operations, then runs prefills over stored prefixes; only padding is written.
+
+    SGLang captures new prompts and steps that decode, and these captures would compile their kernels one after the
+    other. No capture runs a prefill over a stored prefix.
+    """
+    compile_together(partial(_launch_all, ops))
+    _run_prefills(ops)
+
+
+def _launch_all(ops: TritonOps) -> None:
+    _run_prefills(ops)
+    for store in ops.pool.stores:
+        _quantize(ops, store.layers[0])
+        for requests in _DECODED:
+            if requests <= ops.max_batch:
+                _decode(ops, store.layers[0], requests)
+
+
+def _run_prefills(ops: TritonOps) -> None:
+    """Runs one layer of each kind of records over padding, in every way to attend."""
+    context = ops.pool.req_to_token.shape[1]
+    chosen, slab_pages = ops.short, ops.slab_pages
+    ways: list[ShortExtends | None] = [None]
+    if chosen is not None:
+        most = max(_NEW) * ops.geometry.gqa_group
+        ways.append(replace(chosen, costs=None, least_prefix=1, most_rows_unpacked=most))
+    if ops.prefill is None:
+        ops.slab_pages = _SLAB_PAGES
+    try:
+        for store in ops.pool.stores:
+            for stored, new in product(_STORED, _NEW):
+                prefix = min(stored, (context - new) // PAGE_SIZE * PAGE_SIZE)
+                for ops.short in ways if prefix > 0 else ():
+                    _prefill(ops, store.layers[0], prefix, new)
+    finally:
+        ops.short, ops.slab_pages = chosen, slab_pages
+
+
+def _prefill(ops: TritonOps, layer: int, prefix: int, new: int) -> None:
+    """Runs a layer for a padding request with ``prefix`` stored and ``new`` new tokens."""
+    q, k, v = _projected(ops, new)
+    loc = torch.zeros(new, dtype=torch.int64, device=q.device)  # the location, and row, of padding
+    batch = ExtendBatch(loc[:1], [prefix], [new], loc, loc[:0])
+    q, k, v = ops.rotate_and_keep(layer, loc, q, k, v)
+    ops.rotate_output(layer, ops.extend(layer, q, k, v, batch, 1.0))
+
+
+def _decode(ops: TritonOps, layer: int, requests: int) -> None:
+    """Runs a layer for padding requests that decode."""
+    q, k, v = _projected(ops, requests)
+    rows = torch.zeros(requests, dtype=torch.int64, device=q.device)
+    ops.plan_attention(rows, rows + 1)
+    q = ops.rotate_and_store(layer, rows, q, k, v)
+    ops.rotate_output(layer, ops.decode(layer, q, rows, rows + 1, 1.0))
+
+
+def _quantize(ops: TritonOps, layer: int) -> None:
+    """Quantizes one padding page from tokens and from its BF16 page, and restores it."""
+    _, k, v = _projected(ops, PAGE_SIZE)
+    page = torch.zeros(1, dtype=torch.int64, device=k.device)
+    ops.quantize_tokens(layer, page, page, k, v)
+    ops.quantize_slots(page, page, page)
+    ops.restore_pages(page.int())
+
+
+def _projected(ops: TritonOps, tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Returns queries, keys and values of zeros, as slices of one projection, as in many models."""
+    pool = ops.pool
+    heads = [ops.q_heads, pool.kv_heads, pool.kv_heads]
+    projected = torch.zeros(tokens, sum(heads), pool.head_dim, dtype=torch.bfloat16, device=pool.device)
+    q, k, v = projected.split(heads, dim=1)
+    return q, k, v
