@@ -11,7 +11,8 @@ A file keeps its rows; ``--again`` measures them again. Each part needs SGLang 0
 ``answers``: a server with one request reads a prompt's last tokens after its cached pages, four times. First the pages
 stayed with their BF16 copies. Then they stayed, but other prompts took those copies. Then they came from the host, and
 finally from files. ``host_apart`` and ``storage_apart`` are the largest differences of a log-probability from the
-second reading. ``kl_…`` is the divergence from the first in nats per token, a lower bound from ``--top`` tokens.
+second reading. ``kl_…`` is the divergence from the first in nats per token, a lower bound from ``--top`` tokens. With
+``--late-loads``, layers that do not wait for a load read wrong bytes.
 
 ``traffic``: conversations whose turns are so far apart that the GPU's cache has evicted them. Each method runs with
 HiCache; with ``--kv-quant`` it also runs without. ``working_set`` is the size of all conversations relative to the
@@ -54,7 +55,10 @@ from sglang_kvq.evaluation.tasks.statistics import Distributions, compare
 from sglang_kvq.rotations.calibration.settings import read_text
 
 Row = dict[str, Any]
-HICACHE = ("--enable-hierarchical-cache", "--hicache-write-policy", "write_through")
+POLICIES = ("write_through", "write_back")
+HICACHE = ("--enable-hierarchical-cache", "--hicache-write-policy")
+#: SGLang's variable for tests: GPU cycles that each layer of a load waits.
+LATE = "SGLANG_TEST_HICACHE_H2D_DELAY_CYCLES"
 #: Tokens of a prompt beyond those that its first reading cached: a turn.
 TURN = 200
 #: Prompts of ``answers`` that only occupy room, enough for the pages of ``POOL`` prompts and for all BF16 pages.
@@ -62,11 +66,11 @@ OTHERS = range(1000, 1008)
 POOL = 4
 
 
-def storage_flags(folder: Path) -> tuple[str, ...]:
+def storage_flags(folder: Path, policy: str = POLICIES[0]) -> tuple[str, ...]:
     """Returns flags of a server that keeps pages in files, and waits for all of a prompt's before it begins."""
     config = json.dumps({"file_storage_path": str(folder)})
     waits = ("--hicache-storage-prefetch-policy", "wait_complete", "--hicache-storage-backend", "file")
-    return (*HICACHE, *waits, "--hicache-storage-backend-extra-config", config)
+    return (*HICACHE, policy, *waits, "--hicache-storage-backend-extra-config", config)
 
 
 def cached(meta: dict[str, Any]) -> dict[str, int]:
@@ -185,10 +189,16 @@ def text_ids(args: argparse.Namespace, count: int, length: int) -> list[list[int
     return [ids[n * length : (n + 1) * length] for n in range(count)]
 
 
+def answers_name(args: argparse.Namespace, spec: MethodSpec) -> str:
+    policy = "" if args.write_policy == POLICIES[0] else f", {args.write_policy}"
+    late = f", loads {args.late_loads} cycles late" if args.late_loads else ""
+    return name_of(args.model, args.layers, f"answers, {spec.label}{policy}{late}")
+
+
 def answers(args: argparse.Namespace, spec: MethodSpec, folder: Path) -> Iterator[Row]:
     """Yields a method's row with the mean and the maximum over several prompts."""
     length = args.tokens or 2048
-    name = name_of(args.model, args.layers, f"answers, {spec.label}")
+    name = answers_name(args, spec)
     if kept(args, name):
         return
     pieces = text_ids(args, args.prompts + len(OTHERS), length + TURN)
@@ -196,7 +206,7 @@ def answers(args: argparse.Namespace, spec: MethodSpec, folder: Path) -> Iterato
     pages = POOL * -(-(length + TURN) // PAGE_SIZE)
     small = ("--max-total-tokens", str(pages * PAGE_SIZE), "--max-running-requests", "1", "--enable-cache-report")
     ratio = ("--hicache-ratio", "4")
-    setup = setup_of(args, *small, *ratio, *storage_flags(folder / "pages"))
+    setup = setup_of(args, *small, *ratio, *storage_flags(folder / "pages", args.write_policy))
     with servers.server(spec, setup, setup.tokenizer(folder), length + TURN, folder) as running:
         servers.facts(running, spec)
         asking = Answers(running, length, args.top, lambda number: rest[number - OTHERS[0]])
@@ -237,7 +247,8 @@ def traffic(args: argparse.Namespace, spec: MethodSpec, folder: Path) -> Iterato
     """Yields a method's row with HiCache and, with ``--kv-quant``, another row without."""
     workload = conversations(args)
     size = ("--hicache-size", str(args.host_gb)) if args.host_gb else ("--hicache-ratio", "4")
-    for tier in (HICACHE, ()) if spec.method != REFERENCE else (HICACHE,):
+    with_host = (*HICACHE, POLICIES[0])
+    for tier in (with_host, ()) if spec.method != REFERENCE else (with_host,):
         label = spec.label + (" with HiCache" if tier else "")
         name = name_of(args.model, args.layers, f"traffic, {label}")
         if kept(args, name):
@@ -364,6 +375,12 @@ def main() -> None:
     parser.add_argument(
         "--top", type=int, default=64, help="likeliest tokens that answers compare; default %(default)s"
     )
+    parser.add_argument(
+        "--write-policy", choices=POLICIES, default=POLICIES[0], help="when answers' pages go to the host; %(default)s"
+    )
+    parser.add_argument(
+        "--late-loads", type=int, default=0, metavar="CYCLES", help="GPU cycles that each layer of answers' loads waits"
+    )
     parser.add_argument("--text", type=Path, help="text of answers' prompts; without it, random tokens")
     parser.add_argument("--again", action="store_true", help="measure what the file has, too")
     parser.add_argument("--tiny", action="store_true", help="small conversations")
@@ -371,6 +388,8 @@ def main() -> None:
     parser.add_argument("--logs", type=Path, help="folder for logs; default a temporary one")
     args = parser.parse_args()
     part, columns = PARTS[args.part]
+    if args.late_loads:
+        os.environ[LATE] = str(args.late_loads)
     with tempfile.TemporaryDirectory() as temporary:
         folder = (args.logs or Path(temporary)).resolve()
         folder.mkdir(parents=True, exist_ok=True)

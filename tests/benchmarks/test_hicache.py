@@ -10,6 +10,7 @@ import pytest
 from benchmarks import hicache, record
 from benchmarks.bench_serving.workloads import WORKLOADS
 from sglang_kvq.errors import KVQuantError
+from sglang_kvq.evaluation.specs import parse
 
 LENGTH = 128
 PROMPT = list(range(LENGTH + hicache.TURN))
@@ -75,6 +76,16 @@ def test_files_are_counted_and_waited_for(tmp_path):
     assert hicache.settled(tmp_path) == (2, 40)
     hicache.forget_files(tmp_path)
     assert hicache.files_of(tmp_path) == (2, 40)
+
+
+def test_answers_with_another_policy_or_late_loads_are_other_rows(tmp_path):
+    def name(policy: str, late: int) -> str:
+        args = argparse.Namespace(model=hicache.MODEL, layers=None, write_policy=policy, late_loads=late)
+        return hicache.answers_name(args, parse("int2"))
+
+    assert name("write_through", 0) == "answers, int2"
+    assert name("write_back", 9) == "answers, int2, write_back, loads 9 cycles late"
+    assert "write_back" in hicache.storage_flags(tmp_path, "write_back")
 
 
 def test_cached_tokens_by_place():
