@@ -19,8 +19,9 @@ def test_flags_are_in_the_help_of_sglang_serve(tmp_path):
     (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: kvq-help\nVersion: 0\n")
     (installed / "entry_points.txt").write_text(ENTRY_POINT)
     # SGLang prints the help for diffusion models after ours, and imports as much again for it.
-    program = f"import sys; sys.modules[{DIFFUSION!r}] = None; sys.argv = ['sglang', 'serve', '--help']; "
-    program += "from sglang.cli.main import main; main()"
+    program = f"import os, sys; sys.modules[{DIFFUSION!r}] = None; sys.argv = ['sglang', 'serve', '--help']; "
+    program += "from sglang.cli.main import main; main(); "
+    program += "sys.stdout.flush(); os._exit(0)"  # Python would first free what it imported, for seconds
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, timeout=800)
     assert run.returncode == 0, run.stderr
