@@ -23,7 +23,7 @@ from triton.runtime import interpreter
 #: Code of the wrapper that Triton puts around each of its builtins.
 _BUILTIN = tl.core.program_id.__code__
 #: Elements with which Triton computes if both operands have them.
-_KEPT = {kind.name for kind in (tl.int1, tl.uint8, tl.int8, tl.int32, tl.int64, tl.uint32, tl.float32)}
+_KEPT = {kind.name for kind in (tl.int1, tl.uint8, tl.int8, tl.int32, tl.int64, tl.uint32, tl.float32, tl.float64)}
 #: Integers that the interpreter converts in one way.
 _INTEGERS = tuple(kind.name for kind in (tl.int8, tl.uint8, tl.int16, tl.int32, tl.uint32, tl.int64))
 #: Most constants that are kept for later operations.
@@ -221,7 +221,7 @@ def _if_shapes_differ(broadcast: Any) -> Any:
 def _if_types_differ(check: Any) -> Any:
     """Returns the function that brings two operands to one type, with fast paths.
 
-    Tensors of one type stay as they are, and so do pointers and their offsets; only shapes may differ. A whole number
+    Tensors of one type stay as they are, and so do pointers and their offsets; only shapes may differ. A number
     becomes the same constant each time it meets the same type.
     """
     known: dict[tuple[Any, ...], Any] = {}
@@ -231,8 +231,8 @@ def _if_types_differ(check: Any) -> Any:
             left, right = lhs.dtype.name, rhs.dtype.name
             if (left == right and left in _KEPT) or (lhs.dtype.is_ptr() and flags[:1] == (True,) and right in _KEPT):
                 return self.broadcast_impl_value(lhs, rhs)
-        elif type(rhs) is int and type(lhs) is tl.tensor:
-            key = lhs.type.name, rhs, flags, *named.items()
+        elif (type(rhs) is int or (type(rhs) is float and rhs)) and type(lhs) is tl.tensor:  # -0.0 equals 0.0
+            key = lhs.type.name, type(rhs), rhs, flags, *named.items()
             if key in known:
                 return lhs, known[key]
             left, right = check(self, lhs, rhs, *flags, **named)
