@@ -157,9 +157,13 @@ def _plain_at_once(unwrap: Any) -> Any:
 def _if_too_wide(check: Any) -> Any:
     """Returns the check of a new block's element size, with a fast path for elements that are not too wide."""
 
+    scalar, pointer = tl.core.dtype, tl.pointer_type
+
     def compare(self: Any) -> None:
         kind = self.dtype
-        if type(kind) is not tl.core.dtype or self.data.itemsize * 8 > kind.primitive_bitwidth:
+        if type(kind) is scalar and self.data.itemsize * 8 <= kind.primitive_bitwidth:
+            return
+        if type(kind) is not pointer:  # of which the check asks nothing
             check(self)
 
     return compare
