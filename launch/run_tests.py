@@ -48,8 +48,8 @@ JOBS = {
     "quick start": ("tests/e2e/test_newcomer.py",),
     "servers": ("tests/e2e",),
     "evaluation and benchmarks": ("tests/evaluation", "tests/benchmarks"),
-    "SGLang": ("tests/sglang",),
     "cache and rotations": ("tests/cache", "tests/rotations"),
+    "SGLang": ("tests/sglang",),
 }
 #: Jobs that need only the newest release's environment, so they begin while the rest is prepared.
 EARLY = ("compiled kernels", "kernels", "ruff and mypy")
