@@ -5,8 +5,9 @@ patches, and each call of a device function within a kernel patches them again. 
 types to look one up, and asks a dozen questions about the types of its operands, most of which are of one type. Each
 integer sum or product is also computed in 64 bits to detect overflow, although only debug mode uses the answer. Each
 result has its shape checked and every number of the shape wrapped, though few shapes differ. BF16 numbers are converted
-bit field by bit field, although they are the upper halves of FP32 numbers. Results stay the same except for subnormal
-BF16 numbers, which become wrong.
+bit field by bit field, although they are the upper halves of FP32 numbers. Each conversion chooses among ways that are
+one here. Equal types are made and compared again and again, and plain values are searched for constants. Results stay
+the same except for subnormal BF16 numbers, which become wrong.
 """
 
 from __future__ import annotations
