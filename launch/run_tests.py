@@ -20,10 +20,11 @@ import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -44,10 +45,11 @@ BOTH = ("tests/sglang", "tests/e2e")
 JOBS = {
     "compiled kernels": ("tests/kernels/test_compile.py",),
     "kernels": ("tests/kernels",),
+    "quick start": ("tests/e2e/test_newcomer.py",),
     "servers": ("tests/e2e",),
-    "SGLang": ("tests/sglang",),
-    "cache and rotations": ("tests/cache", "tests/rotations"),
     "evaluation and benchmarks": ("tests/evaluation", "tests/benchmarks"),
+    "cache and rotations": ("tests/cache", "tests/rotations"),
+    "SGLang": ("tests/sglang",),
 }
 #: Jobs that need only the newest release's environment, so they begin while the rest is prepared.
 EARLY = ("compiled kernels", "kernels", "ruff and mypy")
@@ -175,16 +177,17 @@ def plan(words: Sequence[str], quick: bool = False, everything: bool = False) ->
         jobs = [pytest_job("unit tests", NEWEST, [*unit, *SPREAD, *options])] if unit else []
         jobs += [pytest_job(f"SGLang {NEWEST}", NEWEST, [*older, *options])] if older else []
     if older and not quick:
-        # After the newest release's job: memory suffices for the servers of two jobs.
-        early = sum(job.title in EARLY for job in jobs)
-        jobs.insert(early + 1, pytest_job(f"SGLang {OLDEST}", OLDEST, [*older, *options]))
+        # After the newest release's servers: memory suffices for the servers of two jobs.
+        place = next((n for n, job in enumerate(jobs) if job.title == "servers"), 0)
+        jobs.insert(place + 1, pytest_job(f"SGLang {OLDEST}", OLDEST, [*older, *options]))
     return [*(with_packages(job) if everything else job for job in jobs), *linters]
 
 
 def with_packages(job: Job) -> Job:
-    """Returns the job; if it starts servers, it first installs the packages that nightly servers need."""
+    """Returns the job; if it starts servers in the environment, it first installs what nightly servers need."""
     paths = [os.path.relpath(word, ROOT) for words in job.commands for word in words if not word.startswith("-")]
-    servers = job.version == NEWEST and any(path.startswith("tests/e2e") for path in paths)
+    servers = any(path.startswith("tests/e2e") for path in paths) and job.title != "quick start"
+    servers &= job.version == NEWEST
     return replace(job, commands=(NIGHTLY_PACKAGES, *job.commands)) if servers else job
 
 
@@ -192,10 +195,11 @@ class Runner:
     """Executes jobs side by side: one more than there are cores, because jobs with servers often wait.
 
     Attributes:
-        prepared: future that ends when all environments and the model are ready. Jobs of ``EARLY`` do not wait for it.
+        prepared: by release, futures that end when its environment and the model are ready. Jobs of ``EARLY`` do not
+            wait for them.
     """
 
-    def __init__(self, prepared: Future[None], folder: Path) -> None:
+    def __init__(self, prepared: Mapping[str, Sequence[Future[Any]]], folder: Path) -> None:
         self.prepared, self.folder, self.found = prepared, folder, Found()
         self._running: list[subprocess.Popen[str]] = []
 
@@ -212,8 +216,8 @@ class Runner:
         return self.found
 
     def _execute(self, job: Job) -> None:
-        if job.title not in EARLY:
-            self.prepared.result()
+        for part in self.prepared[job.version] if job.title not in EARLY else ():
+            part.result()
         begin, output, codes = time.monotonic(), "", []
         report = self.folder / f"{job.title}.xml"
         python = ROOT / ".venvs" / f"sglang-{job.version}" / "bin" / "python"
@@ -241,34 +245,30 @@ def prepare(version: str, compiles: bool = True) -> Path:
     return cpu_env.ensure(ROOT / ".venvs" / f"sglang-{version}", version, compiles=compiles)
 
 
-def prepare_others(versions: Iterable[str], python: Path) -> None:
-    """Prepares what a server of the newest release imports, the model of servers and tests, and other environments.
-
-    Args:
-        versions: releases of the other environments.
-        python: Python of an environment whose packages can convert the model.
-    """
-    cpu_env.Environment(ROOT / ".venvs" / f"sglang-{NEWEST}").compile_modules()
+def fetch_model(python: Path) -> None:
+    """Fetches the model of servers and tests; ``python`` is of an environment whose packages can convert it."""
     if not (MODEL / "config.json").exists():
         print("the small model that tests load", flush=True)
         call([python, ROOT / "launch" / "model.py"], ROOT / ".models" / "fetch.log")
-    for version in dict.fromkeys(versions):
-        prepare(version)
 
 
 def execute(jobs: Sequence[Job], folder: Path) -> Found:
-    """Executes jobs; meanwhile prepares everything that the first jobs do not need.
+    """Executes jobs; meanwhile prepares everything that the first jobs do not need, the model beside environments.
 
     Raises:
         StepFailed: something could not be prepared.
     """
     python = prepare(NEWEST, compiles=False)
-    pool = ThreadPoolExecutor(1)
+    environments, models = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
     try:
-        others = [job.version for job in jobs if job.version != NEWEST]
-        return Runner(pool.submit(prepare_others, others, python), folder).execute(jobs)
+        model = models.submit(fetch_model, python)
+        newest = environments.submit(cpu_env.Environment(ROOT / ".venvs" / f"sglang-{NEWEST}").compile_modules)
+        others = {job.version: None for job in jobs if job.version != NEWEST}
+        prepared = {version: (environments.submit(prepare, version), model) for version in others}
+        return Runner({NEWEST: (newest, model), **prepared}, folder).execute(jobs)
     finally:
-        pool.shutdown(wait=False)
+        environments.shutdown(wait=False, cancel_futures=True)
+        models.shutdown(wait=False, cancel_futures=True)
 
 
 def main() -> int:

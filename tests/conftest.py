@@ -1,9 +1,11 @@
 """Options and fixtures that all tests share."""
 
+import atexit
 import gc
 import importlib
 import importlib.util
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -40,6 +42,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="run all combinations of parameters (tests/pairs.py), all tests with each release, and the tests in "
         "tests/nightly.py",
     )
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        atexit.register(leave_at_once, session)
+
+
+def leave_at_once(session: pytest.Session) -> None:
+    """Ends the process with the session's status. Python would first free what was imported, for seconds."""
+    atexit.unregister(leave_at_once)
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(int(session.exitstatus))
 
 
 def pytest_configure(config: pytest.Config) -> None:

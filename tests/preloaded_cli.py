@@ -1,8 +1,8 @@
-"""Runs ``kvq`` in processes forked from one that has imported torch, which saves each of them two seconds.
+"""Runs ``kvq`` and programs in processes forked from one that has imported torch, which saves each two seconds.
 
     python -m tests.preloaded_cli    # one command a line on stdin, as JSON; its exit status on stdout
 
-Each command itself imports the modules that read the environment at import, such as the hub's client.
+Each process itself imports the modules that read the environment at import, such as the hub's client.
 """
 
 from __future__ import annotations
@@ -25,12 +25,19 @@ HEAVY = ("torch", "safetensors.torch", "rich.table", "typer", "sglang_kvq.cli", 
 READS_VARIABLES = ("huggingface_hub", "transformers")
 
 
-def run(words: list[str], env: dict[str, str], timeout: float = 600) -> subprocess.CompletedProcess[str]:
-    """Runs ``python -m sglang_kvq.cli`` with these words and variables, in the repository's root."""
+def run(
+    words: list[str], env: dict[str, str], timeout: float = 600, code: str = ""
+) -> subprocess.CompletedProcess[str]:
+    """Runs ``python -m sglang_kvq.cli`` with these words and variables, in the repository's root.
+
+    Args:
+        code: a program to run instead.
+    """
     parent = _parent()
     with tempfile.TemporaryDirectory() as folder:
         out, err = Path(folder, "out"), Path(folder, "err")
         request = {"argv": ["kvq", *words], "env": env, "out": str(out), "err": str(err), "timeout": int(timeout)}
+        request["code"] = code
         parent.stdin.write(json.dumps(request) + "\n")
         parent.stdin.flush()
         answer = parent.stdout.readline()
@@ -57,7 +64,19 @@ def _become(request: dict) -> None:
     os.environ.clear()
     os.environ.update(request["env"])
     sys.argv = request["argv"]
-    runpy.run_module("sglang_kvq.cli", run_name="__main__", alter_sys=True)
+    status = 0
+    try:
+        if request["code"]:
+            exec(request["code"], {"__name__": "__main__"})
+        else:
+            runpy.run_module("sglang_kvq.cli", run_name="__main__", alter_sys=True)
+    except SystemExit as ended:
+        if not isinstance(ended.code, int | None):
+            raise
+        status = ended.code or 0
+    atexit._run_exitfuncs()
+    sys.stdout.flush(), sys.stderr.flush()
+    os._exit(status)  # Python would first free what it imported
 
 
 OUTPUTS = ((1, "out"), (2, "err"))

@@ -202,7 +202,8 @@ def test_benchmark_of_several_loads(streaming: str, tmp_path: Path) -> None:
     assert row["whole"] and row["output_tokens"] == plain.summary["total_output_tokens"]
     for ours, theirs in (("ttft_p50_ms", "median_ttft_ms"), ("tpot_p50_ms", "median_tpot_ms")):
         assert row[ours] == pytest.approx(plain.summary[theirs], rel=0.01)
-    assert 0 <= plain.summary["duration"] - row["seconds"] < 5, "theirs begins before its first request"
+    # Ours are rounded to hundredths; theirs begin before the first request.
+    assert -0.005 <= plain.summary["duration"] - row["seconds"] < 5
     # A turn's prompt repeats all before it: 20 shared tokens and 30 of its own, then 5 answered and 30 more.
     if hasattr(stock.benchmark(), "_record_server_prompt_len"):  # older ones report the first turn's length for all
         assert sorted(one.prompt for one in chats.requests) == [50, 50, 85, 85, 120, 120]

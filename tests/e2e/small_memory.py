@@ -1,8 +1,8 @@
-"""An SGLang plugin for tests: the cache has 40 MB, and no flag says how to divide them."""
+"""An SGLang plugin for tests: the cache has 20 MB, and no flag says how to divide them."""
 
 from __future__ import annotations
 
-BYTES = 40 << 20
+BYTES = 20 << 20
 
 
 def install() -> None:

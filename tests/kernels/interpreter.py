@@ -5,13 +5,15 @@ patches, and each call of a device function within a kernel patches them again. 
 types to look one up, and asks a dozen questions about the types of its operands, most of which are of one type. Each
 integer sum or product is also computed in 64 bits to detect overflow, although only debug mode uses the answer. Each
 result has its shape checked and every number of the shape wrapped, though few shapes differ. BF16 numbers are converted
-bit field by bit field, although they are the upper halves of FP32 numbers. Results stay the same except for subnormal
-BF16 numbers, which become wrong.
+bit field by bit field, although they are the upper halves of FP32 numbers. Each conversion chooses among ways that are
+one here. Equal types are made and compared again and again, and plain values are searched for constants. Results stay
+the same except for subnormal BF16 numbers, which become wrong.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,7 +24,9 @@ from triton.runtime import interpreter
 #: Code of the wrapper that Triton puts around each of its builtins.
 _BUILTIN = tl.core.program_id.__code__
 #: Elements with which Triton computes if both operands have them.
-_KEPT = {kind.name for kind in (tl.int1, tl.uint8, tl.int8, tl.int32, tl.int64, tl.uint32, tl.float32)}
+_KEPT = {kind.name for kind in (tl.int1, tl.uint8, tl.int8, tl.int32, tl.int64, tl.uint32, tl.float32, tl.float64)}
+#: Integers that the interpreter converts in one way.
+_INTEGERS = tuple(kind.name for kind in (tl.int8, tl.uint8, tl.int16, tl.int32, tl.uint32, tl.int64))
 #: Most constants that are kept for later operations.
 _CONSTANTS = 4096
 
@@ -35,6 +39,10 @@ def speed_up() -> None:
     builder = interpreter.interpreter_builder
     builder.options = replace(builder.options, sanitize_overflow=builder.options.debug)
     tl.core.block_type.__init__ = _by_shape(tl.core.block_type.__init__)
+    tl.core.block_type.to_ir = lambda self, builder: self  # the builder would make an equal type
+    tl.core.dtype.__eq__ = _same_at_once(tl.core.dtype.__eq__)
+    tl.core._unwrap_if_constexpr = tl._unwrap_if_constexpr = _plain_at_once(tl.core._unwrap_if_constexpr)
+    interpreter.TensorHandle.__post_init__ = _if_too_wide(interpreter.TensorHandle.__post_init__)
     tl.core.tensor.__init__ = _of_known_shape(tl.core.tensor.__init__)
     tl.core.tuple.__eq__ = _with_numbers(tl.core.tuple.__eq__)
     tl.core.block_type.with_element_ty = _by_names(tl.core.block_type.with_element_ty)
@@ -112,29 +120,63 @@ def _by_name(numpy_type: Any) -> Any:
 def _by_shape(make: Any) -> Any:
     """Returns the constructor of a block type, with a cache keyed by element type and shape."""
     known: dict[tuple[Any, ...], dict[str, Any]] = {}
+    pointer = tl.pointer_type
 
     def init(self: Any, element_ty: Any, shape: Any) -> None:
-        numbers = tuple(x.value if type(x) is tl.constexpr else x for x in shape)
-        if any(type(x) is not int for x in numbers):
-            make(self, element_ty, shape)
-            return
         # Pointer types are created for each launch and have no hash.
-        element = (element_ty.address_space, element_ty.const) if element_ty.is_ptr() else None
-        key = (element_ty.name, element, numbers)
-        if key not in known:
+        element = (element_ty.address_space, element_ty.const) if type(element_ty) is pointer else None
+        key = (element_ty.name, element, *shape)
+        found = known.get(key)
+        if found is None:
             make(self, element_ty, shape)
-            known[key] = dict(vars(self))
-        vars(self).update(known[key])
+            known[key] = dict(self.__dict__)
+        else:
+            self.__dict__.update(found)
 
     return init
+
+
+def _same_at_once(equal: Any) -> Any:
+    """Returns the comparison of types, with a fast path for a type and itself."""
+    return lambda self, other: self is other or equal(self, other)
+
+
+def _plain_at_once(unwrap: Any) -> Any:
+    """Returns the function that unwraps constants, with a fast path for values that are or contain none."""
+    plain = {tl.tensor, tl.core.dtype, tl.core.block_type, interpreter.TensorHandle, int, float, bool, str, type(None)}
+    constant = tl.constexpr
+
+    def unwrap_at_once(value: Any) -> Any:
+        kind = type(value)
+        if kind in plain:
+            return value
+        return value.value if kind is constant else unwrap(value)
+
+    return unwrap_at_once
+
+
+def _if_too_wide(check: Any) -> Any:
+    """Returns the check of a new block's element size, with a fast path for elements that are not too wide."""
+
+    scalar, pointer = tl.core.dtype, tl.pointer_type
+
+    def compare(self: Any) -> None:
+        kind = self.dtype
+        if type(kind) is scalar and self.data.itemsize * 8 <= kind.primitive_bitwidth:
+            return
+        if type(kind) is not pointer:  # of which the check asks nothing
+            check(self)
+
+    return compare
 
 
 def _of_known_shape(make: Any) -> Any:
     """Returns a tensor's constructor, with a cache of wrapped shapes."""
     known: dict[str, tuple[Any, Any]] = {}
+    block = tl.block_type
 
     def init(self: Any, handle: Any, type: Any) -> None:
-        key = type.name if type.is_block() else ""
+        key = type.name if type.__class__ is block else ""
         if key not in known:
             make(self, handle, type)
             known[key] = self.shape, self.numel
@@ -184,7 +226,7 @@ def _if_shapes_differ(broadcast: Any) -> Any:
 def _if_types_differ(check: Any) -> Any:
     """Returns the function that brings two operands to one type, with fast paths.
 
-    Tensors of one type stay as they are, and so do pointers and their offsets; only shapes may differ. A whole number
+    Tensors of one type stay as they are, and so do pointers and their offsets; only shapes may differ. A number
     becomes the same constant each time it meets the same type.
     """
     known: dict[tuple[Any, ...], Any] = {}
@@ -194,8 +236,8 @@ def _if_types_differ(check: Any) -> Any:
             left, right = lhs.dtype.name, rhs.dtype.name
             if (left == right and left in _KEPT) or (lhs.dtype.is_ptr() and flags[:1] == (True,) and right in _KEPT):
                 return self.broadcast_impl_value(lhs, rhs)
-        elif type(rhs) is int and type(lhs) is tl.tensor:
-            key = lhs.type.name, rhs, flags, *named.items()
+        elif (type(rhs) is int or (type(rhs) is float and rhs)) and type(lhs) is tl.tensor:  # -0.0 equals 0.0
+            key = lhs.type.name, type(rhs), rhs, flags, *named.items()
             if key in known:
                 return lhs, known[key]
             left, right = check(self, lhs, rhs, *flags, **named)
@@ -210,10 +252,21 @@ def _if_types_differ(check: Any) -> Any:
 
 
 def _if_elements_differ(cast: Any) -> Any:
-    """Returns the conversion of tensors, with a fast path for elements that have the wanted type."""
+    """Returns the conversion of tensors, with fast paths: for the wanted type, and for pairs converted in one way.
 
-    def compare(self: Any, tensor: Any, wanted: Any, *more: Any, **named: Any) -> Any:
-        return tensor if tensor.dtype is wanted else cast(self, tensor, wanted, *more, **named)
+    Triton asks a dozen questions to choose among ways that are all ``cast_impl`` in the interpreter.
+    """
+    floats = ("fp16", "fp32", "fp64")
+    pairs = {("bf16", "fp32"), ("fp32", "bf16"), *product(floats, repeat=2)}
+    pairs |= {*product(("int1", *_INTEGERS), (*_INTEGERS, "fp32")), *product(("fp32",), _INTEGERS)}
+
+    def compare(self: Any, tensor: Any, wanted: Any, rounding: Any = None) -> Any:
+        if tensor.dtype is wanted:
+            return tensor
+        if rounding is not None or (tensor.dtype.name, wanted.name) not in pairs:
+            return cast(self, tensor, wanted, rounding)
+        kind = tensor.type.with_element_ty(wanted)
+        return self.tensor(self.builder.cast_impl(tensor.handle, kind), kind)
 
     return compare
 

@@ -113,6 +113,15 @@ def start() -> None:
     from sglang.srt.models.registry import ModelRegistry
 
     ModelRegistry.get_supported_archs()  # imports all models, before the default device is meta
+    from sglang.srt.models.llava import LlavaForConditionalGeneration
+
+    LlavaForConditionalGeneration._config_cls_name_to_arch_name_mapping = names_of_models
+
+
+def names_of_models(self, auto) -> dict[str, str | tuple[str, ...]]:
+    """Returns transformers' model classes by config, both by name; Llava's method imports all of them for this."""
+    lazy = auto._model_mapping
+    return {lazy._config_mapping[kind]: found for kind, found in lazy._model_mapping.items()}
 
 
 #: Architectures whose published configs name a ``sliding_window``, or whose configs might name one.
@@ -218,3 +227,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    os._exit(0)  # Python would first free what it imported, for seconds

@@ -9,6 +9,7 @@ import pytest
 from sglang_kvq.methods import METHOD_NAMES
 
 ENTRY_POINT = "[sglang.srt.platforms]\nkvq = sglang_kvq.sglang.serve_help:activate\n"
+DIFFUSION = "sglang.multimodal_gen.runtime.entrypoints.cli.serve"
 
 
 @pytest.mark.slow
@@ -17,10 +18,14 @@ def test_flags_are_in_the_help_of_sglang_serve(tmp_path):
     installed.mkdir()
     (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: kvq-help\nVersion: 0\n")
     (installed / "entry_points.txt").write_text(ENTRY_POINT)
-    program = "import sys; sys.argv = ['sglang', 'serve', '--help']; from sglang.cli.main import main; main()"
+    # SGLang prints the help for diffusion models after ours, and imports as much again for it.
+    program = f"import os, sys; sys.modules[{DIFFUSION!r}] = None; sys.argv = ['sglang', 'serve', '--help']; "
+    program += "from sglang.cli.main import main; main(); "
+    program += "sys.stdout.flush(); os._exit(0)"  # Python would first free what it imported, for seconds
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, timeout=800)
     assert run.returncode == 0, run.stderr
+    assert "Diffusion model support is not available" in run.stdout
     assert f"--kv-quant {{none,{','.join(METHOD_NAMES)}}}" in run.stdout
 
 

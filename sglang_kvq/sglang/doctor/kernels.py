@@ -16,6 +16,7 @@ import pkgutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
+from functools import cache
 from importlib import import_module
 from multiprocessing import get_context
 from types import ModuleType
@@ -76,6 +77,7 @@ def modules() -> list[ModuleType]:
     return [import_module(name) for name in names]
 
 
+@cache
 def kernels() -> dict[str, Any]:
     """Returns the jitted functions that these modules launch, by ``module.name``.
 

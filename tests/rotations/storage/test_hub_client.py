@@ -3,14 +3,11 @@
 import json
 import os
 import socket
-import subprocess
-import sys
 import time
 
 import pytest
 
 from tests import pairs, preloaded_cli
-from tests.conftest import ROOT
 from tests.rotations.hub_cache import COMMIT, lay_out
 from tests.rotations.hub_server import REPOSITORY, hub_server
 from tests.rotations.published_files import PER_HEAD, SHARED, real_files, write
@@ -132,8 +129,8 @@ def test_the_quick_starts_model_finds_its_published_rotations(tmp_path, model, f
     folder, source = "Qwen3-8B/seq20000_prompt83_group128", real_files("qwen3-8b")
     lay_out(tmp_path, ZOO, folder, source)
     environment = os.environ | {"HF_HUB_CACHE": str(tmp_path), "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-c", RESOLVE, model, flag]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+    done = preloaded_cli.run([model, flag], environment, code=RESOLVE)
+    assert done.returncode == 0, done.stderr
     location, found, files = json.loads(done.stdout)
     revision = f"@{flag.partition('@')[2]}" if "@" in flag else ""
     assert location == f"{ZOO}/{folder}{revision}" and found.endswith(f"snapshots/{COMMIT}/{folder}")
