@@ -5,19 +5,21 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from sglang_kvq.attention.scores.scoring import KeyScores
-from sglang_kvq.cache.layout import KVGeometry, MemoryLayout
-from sglang_kvq.cache.memory.windows import WindowNeed
-from sglang_kvq.cache.pool import PagePool
-from sglang_kvq.cache.shared.split import Split, WindowSlots
-from sglang_kvq.cache.tiers import TierManager
-from sglang_kvq.config import KVQuantConfig
-from sglang_kvq.sessions.messages import Fold
 from sglang_kvq.sglang.types import Req, ServerArgs
+
+if TYPE_CHECKING:  # plain servers, which never use them, would import them too
+    from sglang_kvq.attention.scores.scoring import KeyScores
+    from sglang_kvq.cache.layout import KVGeometry, MemoryLayout
+    from sglang_kvq.cache.memory.windows import WindowNeed
+    from sglang_kvq.cache.pool import PagePool
+    from sglang_kvq.cache.shared.split import Split, WindowSlots
+    from sglang_kvq.cache.tiers import TierManager
+    from sglang_kvq.config import KVQuantConfig
+    from sglang_kvq.sessions.messages import Fold
 
 logger = logging.getLogger("sglang_kvq")
 

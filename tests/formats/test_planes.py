@@ -79,7 +79,7 @@ def exact(row: list[Fraction], code: PlaneCode) -> tuple[list[int], Fraction]:
     whole = [Fraction(round(16 * x / unit * 2**21), 2**21) for x in row]
 
     def tried(byte: int) -> tuple[list[int], Fraction]:
-        """Computes codes and error E with the gain of that byte."""
+        """Returns the row's codes, and their squared error, if ``byte`` names the gain."""
         gain = 16 * GAINS[byte] / unit
         codes, columns = [], [Fraction(0)] * quarter
         for i, (x, w) in enumerate(zip(whole, widths)):
