@@ -36,11 +36,12 @@ def compile_kernels(ops: TritonOps) -> None:
 
 def _launch_all(ops: TritonOps) -> None:
     _run_prefills(ops)
-    for store in ops.pool.stores:
-        _quantize(ops, store.layers[0])
-        for requests in _DECODED:
-            if requests <= ops.max_batch:
-                _decode(ops, store.layers[0], requests)
+    layers = [store.layers[0] for store in ops.pool.stores]
+    for layer in layers:
+        _quantize(ops, layer)
+    for requests in _DECODED:
+        if requests <= ops.max_batch:
+            _decode(ops, [layers[0], *layers], requests)
 
 
 def _run_prefills(ops: TritonOps) -> None:
@@ -72,13 +73,14 @@ def _prefill(ops: TritonOps, layer: int, prefix: int, new: int) -> None:
     ops.rotate_output(layer, ops.extend(layer, q, k, v, batch, 1.0))
 
 
-def _decode(ops: TritonOps, layer: int, requests: int) -> None:
-    """Runs a layer for padding requests that decode."""
+def _decode(ops: TritonOps, layers: list[int], requests: int) -> None:
+    """Runs a step of padding requests; its first layer overlaps the plan differently than later ones."""
     q, k, v = _projected(ops, requests)
     rows = torch.zeros(requests, dtype=torch.int64, device=q.device)
     ops.plan_attention(rows, rows + 1)
-    q = ops.rotate_and_store(layer, rows, q, k, v)
-    ops.rotate_output(layer, ops.decode(layer, q, rows, rows + 1, 1.0))
+    for layer in layers:
+        rotated = ops.rotate_and_store(layer, rows, q, k, v)
+        ops.rotate_output(layer, ops.decode(layer, rotated, rows, rows + 1, 1.0))
 
 
 def _quantize(ops: TritonOps, layer: int) -> None:
