@@ -9,6 +9,7 @@ from itertools import product
 import torch
 
 from sglang_kvq.attention.base import ExtendBatch
+from sglang_kvq.attention.drafts import DraftBatch, chain
 from sglang_kvq.attention.planning.short_extend import ShortExtends
 from sglang_kvq.attention.triton_ops import TritonOps
 from sglang_kvq.constants import PAGE_SIZE
@@ -24,17 +25,20 @@ _SLAB_PAGES = 4
 _DECODED = (3, *(2**i for i in range(11)))
 
 
-def compile_kernels(ops: TritonOps) -> None:
+def compile_kernels(ops: TritonOps, step_tokens: int = 1) -> None:
     """Compiles the kernels of all operations, then runs prefills over stored prefixes; only padding is written.
 
     SGLang captures new prompts and steps that decode, and these captures would compile their kernels one after the
     other. No capture runs a prefill over a stored prefix.
+
+    Args:
+        step_tokens: tokens of each request in a step that decodes; more than 1 if drafts are verified.
     """
-    compile_together(partial(_launch_all, ops))
+    compile_together(partial(_launch_all, ops, step_tokens))
     _run_prefills(ops)
 
 
-def _launch_all(ops: TritonOps) -> None:
+def _launch_all(ops: TritonOps, step_tokens: int) -> None:
     _run_prefills(ops)
     layers = [store.layers[0] for store in ops.pool.stores]
     for layer in layers:
@@ -42,6 +46,8 @@ def _launch_all(ops: TritonOps) -> None:
     for requests in _DECODED:
         if requests <= ops.max_batch:
             _decode(ops, [layers[0], *layers], requests)
+    if step_tokens > 1:
+        _verify(ops, layers, step_tokens)
 
 
 def _run_prefills(ops: TritonOps) -> None:
@@ -81,6 +87,16 @@ def _decode(ops: TritonOps, layers: list[int], requests: int) -> None:
     for layer in layers:
         rotated = ops.rotate_and_store(layer, rows, q, k, v)
         ops.rotate_output(layer, ops.decode(layer, rotated, rows, rows + 1, 1.0))
+
+
+def _verify(ops: TritonOps, layers: list[int], count: int) -> None:
+    """Verifies the drafts of one padding request."""
+    q, _, _ = _projected(ops, count)
+    row = torch.zeros(1, dtype=torch.int64, device=q.device)
+    drafts = DraftBatch(row, row + count, chain(count, q.device)[None])
+    ops.plan_drafts(drafts)
+    for layer in layers:
+        ops.verify(layer, q, drafts, 1.0)
 
 
 def _quantize(ops: TritonOps, layer: int) -> None:

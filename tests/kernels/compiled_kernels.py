@@ -13,6 +13,7 @@ import torch
 from sglang_kvq.attention import triton_ops
 from sglang_kvq.attention.base import ExtendBatch, LayerRotations
 from sglang_kvq.attention.compile_kernels import compile_kernels
+from sglang_kvq.attention.drafts import DraftBatch, chain
 from sglang_kvq.attention.fa3 import FlashAttention3
 from sglang_kvq.attention.planning.extend_costs import Geometry
 from sglang_kvq.attention.ragged import RaggedPrefill
@@ -29,6 +30,8 @@ Q_HEADS, KV_HEADS, D, PAGES, ROWS, SMS = 32, 8, 128, 300, 9, 132
 PREFIXES, NEWS, COUNTS = [1, P, 700, 5000, 18000], [1, 7, 64, 300, 1500], [1, 1, 2, 8]
 #: Some of SGLang's sizes of CUDA graphs, and the most requests of one that holds a whole prefill.
 CAPTURED, DECODED, REQUESTS = [2048, 512, 240, 64, 4], [512, 128, 96, 24, 3, 2, 1], 32
+#: Drafts of each request in a step that verifies some.
+DRAFTS = 5
 #: Queries, keys and values of the longest prefill, from which all prefills take their own.
 QKV = torch.zeros(max(NEWS) * max(COUNTS), Q_HEADS + 2 * KV_HEADS, D, dtype=torch.bfloat16)
 FORMATS = {
@@ -98,6 +101,16 @@ def decode(ops: TritonOps, requests: int) -> None:
         ops.rotate_output(layer, ops.decode(layer, rotated, rows, rows + 1, 0.1))
 
 
+def verify(ops: TritonOps, requests: int) -> None:
+    """Runs a step that verifies drafts."""
+    rows = zeros(requests)
+    drafts = DraftBatch(rows, rows + DRAFTS, chain(DRAFTS).expand(requests, -1).contiguous())
+    ops.plan_drafts(drafts)
+    q = QKV[: requests * DRAFTS].split([Q_HEADS, KV_HEADS, KV_HEADS], 1)[0]
+    for layer in range(ops.pool.layers):
+        ops.verify(layer, q, drafts, 0.1)
+
+
 def zeros(*shape: int) -> torch.Tensor:
     return torch.zeros(shape, dtype=torch.int64)
 
@@ -110,7 +123,7 @@ def main() -> None:
         for library in (True, False):
             for folded in (True, False):
                 ops = make_ops(formats, library=library, folded=folded)
-                compile_kernels(ops)
+                compile_kernels(ops, DRAFTS)
                 print(f"{name}, at startup: {' '.join(compiled)}")
                 compiled.clear()
                 draw = random.Random(3)
@@ -118,6 +131,7 @@ def main() -> None:
                     capture(ops, tokens)
                 for requests in DECODED:
                     decode(ops, requests)
+                verify(ops, 1)  # SGLang's captures compile the small plans of larger batches
                 for _ in range(60):
                     lens = [(draw.choice(PREFIXES), draw.choice(NEWS))] * draw.choice(COUNTS)
                     prefill(ops, lens)

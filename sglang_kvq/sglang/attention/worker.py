@@ -169,5 +169,5 @@ def create_ops(
         prefill=prefill,
     )
     logger.info("kv-quant compiles kernels that %s lacks; on a new host this takes about a minute", triton_cache())
-    compile_kernels(ops)
+    compile_kernels(ops, compat.step_tokens(model_runner.server_args))
     return ops
