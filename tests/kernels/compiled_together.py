@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 from triton import knobs
+from triton.compiler import CompiledKernel
 
 from sglang_kvq.kernels.device import launch
 from sglang_kvq.kernels.device.launch import compile_together, start_kernel
@@ -34,14 +35,16 @@ def launch_all() -> None:
     x = torch.zeros(256)
     for size in (256, 128, 64, 32, 256):
         start_kernel(_sum, (1,), x, x, SIZE=size)
+    start_kernel(_sum, (1,), x, x, SIZE=64, num_warps=4)  # Triton's default: another launch of a kernel above
 
 
 def main() -> None:
     no_gpu.install(compiles=True)
     knobs.compilation.listener = note
     compile_together(launch_all)
-    (kernels,) = (cache[0] for cache in _sum.device_caches.values())
-    assert all("cubin" in kernel.asm for kernel in kernels.values())
+    (found,) = (list(cache[0].values()) for cache in _sum.device_caches.values())
+    kernels = {launch._ready(kernel) for kernel in found}
+    assert all(type(kernel) is CompiledKernel and "cubin" in kernel.asm for kernel in kernels)
     assert threading.get_ident() not in THREADS and not launch._known
     print(f"{len(kernels)} kernels, {len(THREADS)} of {len(os.sched_getaffinity(0))} threads")
 

@@ -89,7 +89,7 @@ def start_kernel(
     if found is None:
         names = kernel.arg_names[len(arguments) :]
         function, has_fixed = kernel[grid](*_fields(arguments), **constants), any(type(x) is Fixed for x in arguments)
-        compiled[kind] = function, tuple(constants[name] for name in names), has_fixed
+        compiled[kind] = _ready(function), tuple(constants[name] for name in names), has_fixed
         return
     function, values, has_fixed = found
     function[(*grid, 1, 1)[:3]](*(_fields(arguments) if has_fixed else arguments), *values)
@@ -109,6 +109,11 @@ def compile_together(launch: Callable[[], None]) -> None:
             launch()
         finally:
             _only_compiles.reset(before)
+
+
+def _ready(kernel: Any) -> Any:
+    """Returns the compiled kernel for what Triton returns, which is a future if two launches share one compilation."""
+    return kernel.result() if isinstance(kernel, triton.FutureKernel) else kernel
 
 
 def _fields(arguments: Sequence[Any]) -> list[Any]:
