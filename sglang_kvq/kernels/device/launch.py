@@ -98,7 +98,7 @@ def start_kernel(
 def compile_together(launch: Callable[[], None]) -> None:
     """Compiles the kernels that ``launch`` starts with ``start_kernel``, several at the same time; runs none of them.
 
-    Triton releases Python's lock for five sixths of the time that its compiler takes, so threads suffice.
+    Threads suffice, because Triton's compiler seldom holds Python's lock.
     """
     if searches:
         return
