@@ -56,7 +56,6 @@ from sglang_kvq.rotations.calibration.settings import read_text
 
 Row = dict[str, Any]
 POLICIES = ("write_through", "write_back")
-HICACHE = ("--enable-hierarchical-cache", "--hicache-write-policy")
 #: SGLang's variable for tests: GPU cycles that each layer of a load waits.
 LATE = "SGLANG_TEST_HICACHE_H2D_DELAY_CYCLES"
 #: Tokens of a prompt beyond those that its first reading cached: a turn.
@@ -66,11 +65,16 @@ OTHERS = range(1000, 1008)
 POOL = 4
 
 
+def host_flags(policy: str = POLICIES[0]) -> tuple[str, ...]:
+    """Returns flags of a server that keeps pages in host memory."""
+    return ("--enable-hierarchical-cache", "--hicache-write-policy", policy)
+
+
 def storage_flags(folder: Path, policy: str = POLICIES[0]) -> tuple[str, ...]:
     """Returns flags of a server that keeps pages in files, and waits for all of a prompt's before it begins."""
     config = json.dumps({"file_storage_path": str(folder)})
     waits = ("--hicache-storage-prefetch-policy", "wait_complete", "--hicache-storage-backend", "file")
-    return (*HICACHE, policy, *waits, "--hicache-storage-backend-extra-config", config)
+    return (*host_flags(policy), *waits, "--hicache-storage-backend-extra-config", config)
 
 
 def cached(meta: dict[str, Any]) -> dict[str, int]:
@@ -207,6 +211,7 @@ def answers(args: argparse.Namespace, spec: MethodSpec, folder: Path) -> Iterato
     small = ("--max-total-tokens", str(pages * PAGE_SIZE), "--max-running-requests", "1", "--enable-cache-report")
     ratio = ("--hicache-ratio", "4")
     setup = setup_of(args, *small, *ratio, *storage_flags(folder / "pages", args.write_policy))
+    os.environ[LATE] = str(args.late_loads)
     with servers.server(spec, setup, setup.tokenizer(folder), length + TURN, folder) as running:
         servers.facts(running, spec)
         asking = Answers(running, length, args.top, lambda number: rest[number - OTHERS[0]])
@@ -247,8 +252,7 @@ def traffic(args: argparse.Namespace, spec: MethodSpec, folder: Path) -> Iterato
     """Yields a method's row with HiCache and, with ``--kv-quant``, another row without."""
     workload = conversations(args)
     size = ("--hicache-size", str(args.host_gb)) if args.host_gb else ("--hicache-ratio", "4")
-    with_host = (*HICACHE, POLICIES[0])
-    for tier in (with_host, ()) if spec.method != REFERENCE else (with_host,):
+    for tier in (host_flags(), ()) if spec.method != REFERENCE else (host_flags(),):
         label = spec.label + (" with HiCache" if tier else "")
         name = name_of(args.model, args.layers, f"traffic, {label}")
         if kept(args, name):
@@ -388,8 +392,6 @@ def main() -> None:
     parser.add_argument("--logs", type=Path, help="folder for logs; default a temporary one")
     args = parser.parse_args()
     part, columns = PARTS[args.part]
-    if args.late_loads:
-        os.environ[LATE] = str(args.late_loads)
     with tempfile.TemporaryDirectory() as temporary:
         folder = (args.logs or Path(temporary)).resolve()
         folder.mkdir(parents=True, exist_ok=True)

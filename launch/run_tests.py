@@ -186,9 +186,9 @@ def plan(words: Sequence[str], quick: bool = False, everything: bool = False) ->
 def with_packages(job: Job) -> Job:
     """Returns the job; if it starts servers in the environment, it first installs what nightly servers need."""
     paths = [os.path.relpath(word, ROOT) for words in job.commands for word in words if not word.startswith("-")]
-    servers = any(path.startswith("tests/e2e") for path in paths) and job.title != "quick start"
-    servers &= job.version == NEWEST
-    return replace(job, commands=(NIGHTLY_PACKAGES, *job.commands)) if servers else job
+    servers = job.version == NEWEST and any(path.startswith("tests/e2e") for path in paths)
+    installs = servers and job.title != "quick start"  # which has an environment of its own
+    return replace(job, commands=(NIGHTLY_PACKAGES, *job.commands)) if installs else job
 
 
 class Runner:
@@ -216,8 +216,9 @@ class Runner:
         return self.found
 
     def _execute(self, job: Job) -> None:
-        for part in self.prepared[job.version] if job.title not in EARLY else ():
-            part.result()
+        if job.title not in EARLY:
+            for part in self.prepared[job.version]:
+                part.result()
         begin, output, codes = time.monotonic(), "", []
         report = self.folder / f"{job.title}.xml"
         python = ROOT / ".venvs" / f"sglang-{job.version}" / "bin" / "python"

@@ -5,7 +5,6 @@ import gc
 import importlib
 import importlib.util
 import os
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ import torch
 
 import benchmarks  # noqa: F401  (a GPU host's checkout is not installed)
 from tests import nightly, pairs
+from tests.leaving import leave
 
 # Importing SGLang makes a million objects, which Python would visit after every few hundred new ones.
 gc.set_threshold(50_000)
@@ -51,12 +51,9 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def leave_at_once(session: pytest.Session) -> None:
-    """Ends the process with the session's status. Python would first free what was imported, for seconds."""
+    """Ends the process with the session's status."""
     atexit.unregister(leave_at_once)
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(int(session.exitstatus))
+    leave(int(session.exitstatus))
 
 
 def pytest_configure(config: pytest.Config) -> None:

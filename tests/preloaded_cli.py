@@ -18,6 +18,7 @@ from functools import cache
 from pathlib import Path
 
 from tests.conftest import ROOT
+from tests.leaving import leave
 
 #: Modules that commands import before they read their arguments; the first ones are slow.
 HEAVY = ("torch", "safetensors.torch", "rich.table", "typer", "sglang_kvq.cli", "sglang_kvq.rotations")
@@ -36,8 +37,8 @@ def run(
     parent = _parent()
     with tempfile.TemporaryDirectory() as folder:
         out, err = Path(folder, "out"), Path(folder, "err")
-        request = {"argv": ["kvq", *words], "env": env, "out": str(out), "err": str(err), "timeout": int(timeout)}
-        request["code"] = code
+        request = {"argv": ["kvq", *words], "env": env, "code": code, "timeout": int(timeout)}
+        request |= {"out": str(out), "err": str(err)}
         parent.stdin.write(json.dumps(request) + "\n")
         parent.stdin.flush()
         answer = parent.stdout.readline()
@@ -74,9 +75,7 @@ def _become(request: dict) -> None:
         if not isinstance(ended.code, int | None):
             raise
         status = ended.code or 0
-    atexit._run_exitfuncs()
-    sys.stdout.flush(), sys.stderr.flush()
-    os._exit(status)  # Python would first free what it imported
+    leave(status)
 
 
 OUTPUTS = ((1, "out"), (2, "err"))

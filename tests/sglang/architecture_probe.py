@@ -22,6 +22,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from unittest import mock
 
+from tests.leaving import leave
 from tests.sglang.architecture_examples import REFUSED, Config, example, model_types
 
 
@@ -227,4 +228,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    os._exit(0)  # Python would first free what it imported, for seconds
+    leave()
