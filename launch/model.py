@@ -86,6 +86,9 @@ def convert(gguf: Path, target: Path) -> None:
     # The file names the token that ends an answer, but transformers' tokenizer keeps the architecture's default.
     tokenizer.eos_token = tokenizer.convert_ids_to_tokens(model.config.eos_token_id)
     tokenizer.save_pretrained(target)
+    model.hf_quantizer = None  # the weights are plain, but transformers 5.17 refuses to save what came from GGUF
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
     model.save_pretrained(target)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -11,6 +12,7 @@ import torch
 from sglang_kvq.attention.base import ExtendBatch
 from sglang_kvq.attention.drafts import DraftBatch, chain
 from sglang_kvq.attention.planning.short_extend import ShortExtends
+from sglang_kvq.attention.scores.scoring import KeyScores, plan_scoring
 from sglang_kvq.attention.triton_ops import TritonOps
 from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.kernels.device.launch import compile_together
@@ -25,7 +27,9 @@ _SLAB_PAGES = 4
 _DECODED = (3, *(2**i for i in range(11)))
 
 
-def compile_kernels(ops: TritonOps, step_tokens: int = 1) -> None:
+def compile_kernels(
+    ops: TritonOps, step_tokens: int = 1, sinks: Sequence[torch.dtype | None] = (None,), scores: bool = False
+) -> None:
     """Compiles the kernels of all operations, then runs prefills over stored prefixes; only padding is written.
 
     SGLang captures new prompts and steps that decode, and these captures would compile their kernels one after the
@@ -33,24 +37,31 @@ def compile_kernels(ops: TritonOps, step_tokens: int = 1) -> None:
 
     Args:
         step_tokens: tokens of each request in a step that decodes; more than 1 if drafts are verified.
+        sinks: types of the layers' learned sinks; None for layers without.
+        scores: whether prompts score the keys before them.
     """
-    compile_together(partial(_launch_all, ops, step_tokens))
-    _run_prefills(ops)
+    kinds = [None if x is None else torch.zeros(ops.q_heads, dtype=x, device=ops.pool.device) for x in sinks]
+    compile_together(partial(_launch_all, ops, step_tokens, kinds, scores))
+    for kind in kinds:
+        _run_prefills(ops, kind)
 
 
-def _launch_all(ops: TritonOps, step_tokens: int) -> None:
-    _run_prefills(ops)
+def _launch_all(ops: TritonOps, step_tokens: int, kinds: Sequence[torch.Tensor | None], scores: bool) -> None:
     layers = [store.layers[0] for store in ops.pool.stores]
+    for sinks in kinds:
+        _run_prefills(ops, sinks)
+        for requests in _DECODED:
+            if requests <= ops.max_batch:
+                _decode(ops, [layers[0], *layers], requests, sinks)
+        if step_tokens > 1:
+            _verify(ops, layers, step_tokens, sinks)
     for layer in layers:
         _quantize(ops, layer)
-    for requests in _DECODED:
-        if requests <= ops.max_batch:
-            _decode(ops, [layers[0], *layers], requests)
-    if step_tokens > 1:
-        _verify(ops, layers, step_tokens)
+        if scores:
+            _score(ops, layer)
 
 
-def _run_prefills(ops: TritonOps) -> None:
+def _run_prefills(ops: TritonOps, sinks: torch.Tensor | None) -> None:
     """Runs one layer of each kind of records over padding, in every way to attend."""
     context = ops.pool.req_to_token.shape[1]
     chosen, slab_pages = ops.short, ops.slab_pages
@@ -65,38 +76,53 @@ def _run_prefills(ops: TritonOps) -> None:
             for stored, new in product(_STORED, _NEW):
                 prefix = min(stored, (context - new) // PAGE_SIZE * PAGE_SIZE)
                 for ops.short in ways if prefix > 0 else ():
-                    _prefill(ops, store.layers[0], prefix, new)
+                    _prefill(ops, store.layers[0], prefix, new, sinks)
     finally:
         ops.short, ops.slab_pages = chosen, slab_pages
 
 
-def _prefill(ops: TritonOps, layer: int, prefix: int, new: int) -> None:
+def _prefill(ops: TritonOps, layer: int, prefix: int, new: int, sinks: torch.Tensor | None) -> None:
     """Runs a layer for a padding request with ``prefix`` stored and ``new`` new tokens."""
     q, k, v = _projected(ops, new)
-    loc = torch.zeros(new, dtype=torch.int64, device=q.device)  # the location, and row, of padding
-    batch = ExtendBatch(loc[:1], [prefix], [new], loc, loc[:0])
-    q, k, v = ops.rotate_and_keep(layer, loc, q, k, v)
-    ops.rotate_output(layer, ops.extend(layer, q, k, v, batch, 1.0))
+    batch = _padding(ops, prefix, new)
+    q, k, v = ops.rotate_and_keep(layer, batch.loc, q, k, v)
+    ops.rotate_output(layer, ops.extend(layer, q, k, v, batch, 1.0, sinks))
 
 
-def _decode(ops: TritonOps, layers: list[int], requests: int) -> None:
+def _padding(ops: TritonOps, prefix: int, new: int) -> ExtendBatch:
+    """Returns a batch of one padding request."""
+    loc = torch.zeros(new, dtype=torch.int64, device=ops.pool.device)  # the location, and row, of padding
+    return ExtendBatch(loc[:1], [prefix], [new], loc, loc[:0])
+
+
+def _decode(ops: TritonOps, layers: list[int], requests: int, sinks: torch.Tensor | None) -> None:
     """Runs a step of padding requests; its first layer overlaps the plan differently than later ones."""
     q, k, v = _projected(ops, requests)
     rows = torch.zeros(requests, dtype=torch.int64, device=q.device)
     ops.plan_attention(rows, rows + 1)
     for layer in layers:
         rotated = ops.rotate_and_store(layer, rows, q, k, v)
-        ops.rotate_output(layer, ops.decode(layer, rotated, rows, rows + 1, 1.0))
+        ops.rotate_output(layer, ops.decode(layer, rotated, rows, rows + 1, 1.0, sinks))
 
 
-def _verify(ops: TritonOps, layers: list[int], count: int) -> None:
+def _verify(ops: TritonOps, layers: list[int], count: int, sinks: torch.Tensor | None) -> None:
     """Verifies the drafts of one padding request."""
     q, _, _ = _projected(ops, count)
     row = torch.zeros(1, dtype=torch.int64, device=q.device)
     drafts = DraftBatch(row, row + count, chain(count, q.device)[None])
     ops.plan_drafts(drafts)
     for layer in layers:
-        ops.verify(layer, q, drafts, 1.0)
+        ops.verify(layer, q, drafts, 1.0, sinks)
+
+
+def _score(ops: TritonOps, layer: int) -> None:
+    """Scores the keys of a padding request: stored ones and new ones."""
+    pool = ops.pool
+    scores = KeyScores(pool.layers, pool.kv_heads, 2 * PAGE_SIZE, pool.device)
+    batch = _padding(ops, PAGE_SIZE, 2 * PAGE_SIZE)
+    q, k, _ = _projected(ops, 2 * PAGE_SIZE)
+    for part in plan_scoring(batch.prefix_lens, batch.new_lens, {0: scores}):
+        ops.score_keys(layer, q, k, batch, part, 1.0)
 
 
 def _quantize(ops: TritonOps, layer: int) -> None:

@@ -17,19 +17,24 @@ from sglang_kvq.attention.drafts import DraftBatch, chain
 from sglang_kvq.attention.fa3 import FlashAttention3
 from sglang_kvq.attention.planning.extend_costs import Geometry
 from sglang_kvq.attention.ragged import RaggedPrefill
+from sglang_kvq.attention.scores.scoring import KeyScores, plan_scoring
 from sglang_kvq.attention.triton_ops import TritonOps
 from sglang_kvq.cache.pool import PagePool
+from sglang_kvq.cache.shared.arena import Arena, padded
+from sglang_kvq.cache.triton_tiers import TritonTierManager
 from sglang_kvq.constants import PAGE_SIZE as P
 from sglang_kvq.formats.page import PageFormat
 from sglang_kvq.formats.planes import PlaneCode, PlaneFormat
 from tests.kernels import no_gpu
-from tests.kernels.no_gpu import compiled
+from tests.kernels.no_gpu import compiled, forget
 
 Q_HEADS, KV_HEADS, D, PAGES, ROWS, SMS = 32, 8, 128, 300, 9, 132
 #: Lengths of stored and of new tokens, and numbers of requests.
 PREFIXES, NEWS, COUNTS = [1, P, 700, 5000, 18000], [1, 7, 64, 300, 1500], [1, 1, 2, 8]
 #: Some of SGLang's sizes of CUDA graphs, and the most requests of one that holds a whole prefill.
 CAPTURED, DECODED, REQUESTS = [2048, 512, 240, 64, 4], [512, 128, 96, 24, 3, 2, 1], 32
+#: BF16 pages.
+SLOTS = 12
 #: Drafts of each request in a step that verifies some.
 DRAFTS = 5
 #: Queries, keys and values of the longest prefill, from which all prefills take their own.
@@ -47,7 +52,10 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
 
 def make_ops(formats: list, *, library: bool, folded: bool) -> TritonOps:
     table = torch.zeros(ROWS, PAGES * P, dtype=torch.int32)
-    pool = PagePool.allocate(formats, kv_heads=KV_HEADS, pages=4, slots=4, req_to_token=table)
+    page_bytes = padded(KV_HEADS * sum(f.record_bytes for f in formats))
+    arena = Arena.smallest(page_bytes, 4 * KV_HEADS * P * D * len(formats), slots=SLOTS, pages=40)
+    sizes = {"pages": arena.pages, "slots": arena.slots, "arena": arena}
+    pool = PagePool.allocate(formats, kv_heads=KV_HEADS, req_to_token=table, **sizes)
     prefill = None
     if library:
         fa3 = FlashAttention3(attend, lambda *parts: None)
@@ -59,56 +67,90 @@ def make_ops(formats: list, *, library: bool, folded: bool) -> TritonOps:
     return ops
 
 
-def run_layers(ops: TritonOps, batch: ExtendBatch) -> None:
+def run_layers(ops: TritonOps, batch: ExtendBatch, sinks: torch.Tensor | None) -> None:
     """Runs all layers for new tokens."""
     loc = batch.loc
     q, k, v = QKV[: len(loc)].split([Q_HEADS, KV_HEADS, KV_HEADS], 1)
     for layer in range(ops.pool.layers):
         rotated = ops.rotate_and_keep(layer, loc, q, k, v)
-        ops.rotate_output(layer, ops.extend(layer, *rotated, batch, 0.1))
+        ops.rotate_output(layer, ops.extend(layer, *rotated, batch, 0.1, sinks))
 
 
-def prefill(ops: TritonOps, lens: list[tuple[int, int]]) -> None:
+def prefill(ops: TritonOps, lens: list[tuple[int, int]], sinks: torch.Tensor | None) -> None:
     """Runs a batch of requests with stored and new tokens."""
     prefixes, news = (list(x) for x in zip(*lens))
     loc = zeros(sum(news))
-    run_layers(ops, ExtendBatch(torch.arange(1, len(news) + 1), prefixes, news, loc, loc[:0]))
+    run_layers(ops, ExtendBatch(torch.arange(1, len(news) + 1), prefixes, news, loc, loc[:0]), sinks)
 
 
-def capture(ops: TritonOps, tokens: int) -> None:
+def capture(ops: TritonOps, tokens: int, sinks: torch.Tensor | None) -> None:
     """Runs what SGLang and the plugin capture for a size of new prompts."""
     loc = zeros(tokens)
-    run_layers(ops, ExtendBatch(loc[:1], [0], [tokens], loc, loc[:0]))
+    run_layers(ops, ExtendBatch(loc[:1], [0], [tokens], loc, loc[:0]), sinks)
     if ops.in_graphs:
         bounds = zeros(REQUESTS + 2).int()
-        run_layers(ops, ExtendBatch(loc[:1], [0], [tokens], loc, loc[:0], bounds=bounds))
+        run_layers(ops, ExtendBatch(loc[:1], [0], [tokens], loc, loc[:0], bounds=bounds), sinks)
     for tables in ops.graph_tables(tokens, REQUESTS):
-        run_layers(ops, ExtendBatch(tables.rows, [0], [tokens], loc, loc[:0], tables=tables))
+        run_layers(ops, ExtendBatch(tables.rows, [0], [tokens], loc, loc[:0], tables=tables), sinks)
     for layer in range(ops.pool.layers):
         k, v = QKV[:tokens].split([Q_HEADS, KV_HEADS, KV_HEADS], 1)[1:]
         pages = zeros(-(-tokens // P))
         ops.quantize_tokens(layer, pages, pages, k, v)
-    ops.quantize_slots(*zeros(2, 2 * REQUESTS), zeros(1))
 
 
-def decode(ops: TritonOps, requests: int) -> None:
+def decode(ops: TritonOps, requests: int, sinks: torch.Tensor | None) -> None:
     """Runs a step of decoding."""
     rows = zeros(requests)
     ops.plan_attention(rows, rows + 1)
     q, k, v = QKV[:requests].split([Q_HEADS, KV_HEADS, KV_HEADS], 1)
     for layer in range(ops.pool.layers):
         rotated = ops.rotate_and_store(layer, rows, q, k, v)
-        ops.rotate_output(layer, ops.decode(layer, rotated, rows, rows + 1, 0.1))
+        ops.rotate_output(layer, ops.decode(layer, rotated, rows, rows + 1, 0.1, sinks))
 
 
-def verify(ops: TritonOps, requests: int) -> None:
+def verify(ops: TritonOps, requests: int, sinks: torch.Tensor | None) -> None:
     """Runs a step that verifies drafts."""
     rows = zeros(requests)
     drafts = DraftBatch(rows, rows + DRAFTS, chain(DRAFTS).expand(requests, -1).contiguous())
     ops.plan_drafts(drafts)
     q = QKV[: requests * DRAFTS].split([Q_HEADS, KV_HEADS, KV_HEADS], 1)[0]
     for layer in range(ops.pool.layers):
-        ops.verify(layer, q, drafts, 0.1)
+        ops.verify(layer, q, drafts, 0.1, sinks)
+
+
+def plan(tiers: TritonTierManager, draw: random.Random) -> None:
+    """Plans batches; before, does what requests and the scheduler leave to do between two."""
+    rows = torch.arange(1, 1 + draw.choice(COUNTS))
+    lens = torch.full_like(rows, draw.choice([P, 3 * P]))
+    some, events = torch.arange(1, 2 + draw.choice([1, 2, 3])), tiers.pending
+    source, target = some[:-1], some[1:]
+    whole = torch.arange(len(source) * P).expand(tiers.pool.layers, KV_HEADS, -1).contiguous()
+    first_slot = tiers.pool.arena.first_slot(draw.choice([20, 30, 40]))
+    for do in (
+        lambda: events.allocate_pages(some),
+        lambda: events.free_pages(some),
+        lambda: events.copy_pages(source, target, source - 1),
+        lambda: events.fold_pages(source, target, whole, source[:1] - 1),
+        lambda: events.free_rows(rows.tolist()),
+        lambda: events.move_boundary(first_slot),
+    ):
+        if draw.random() < 0.5:
+            do()
+    tiers.plan_extend(rows, lens - P, lens, int(lens.max()), some[: draw.choice([0, 1])])
+    tiers.plan_decode(rows, lens + 1, int(lens.max()) + 1)
+    tiers.record_pages(some)
+
+
+def score(ops: TritonOps, draw: random.Random) -> None:
+    """Scores stored and new keys by later tokens of a prompt."""
+    stored, new = draw.choice([0, 40, 700, 5000]), draw.choice([130, 1500])
+    loc = zeros(new)
+    batch = ExtendBatch(loc[:1] + 1, [stored], [new], loc, loc[:0])
+    scores = KeyScores(ops.pool.layers, KV_HEADS, stored + draw.choice([1, 65]), "cpu")
+    q, k, _ = QKV[:new].split([Q_HEADS, KV_HEADS, KV_HEADS], 1)
+    for part in plan_scoring(batch.prefix_lens, batch.new_lens, {0: scores}):
+        for layer in range(ops.pool.layers):
+            ops.score_keys(layer, q, k, batch, part, 0.1)
 
 
 def zeros(*shape: int) -> torch.Tensor:
@@ -123,20 +165,26 @@ def main() -> None:
         for library in (True, False):
             for folded in (True, False):
                 ops = make_ops(formats, library=library, folded=folded)
-                compile_kernels(ops, DRAFTS)
+                kind = torch.bfloat16 if library is folded else None
+                compile_kernels(ops, DRAFTS, [kind], scores=True)
+                tiers = TritonTierManager(ops.pool, 1, 4, ops.quantize_slots, ops.restore_pages, 4, 2)
+                tiers._compile()
+                tiers.prepare_folds()
                 print(f"{name}, at startup: {' '.join(compiled)}")
                 compiled.clear()
-                draw = random.Random(3)
+                draw, sinks = random.Random(3), None if kind is None else torch.zeros(Q_HEADS, dtype=kind)
                 for tokens in CAPTURED:
-                    capture(ops, tokens)
+                    capture(ops, tokens, sinks)
                 for requests in DECODED:
-                    decode(ops, requests)
-                verify(ops, 1)  # SGLang's captures compile the small plans of larger batches
+                    decode(ops, requests, sinks)
+                verify(ops, 1, sinks)  # SGLang's captures compile the small plans of larger batches
                 for _ in range(60):
                     lens = [(draw.choice(PREFIXES), draw.choice(NEWS))] * draw.choice(COUNTS)
-                    prefill(ops, lens)
+                    prefill(ops, lens, sinks)
+                    plan(tiers, draw)
+                    score(ops, draw)
                 print(f"{name}, later: {' '.join(compiled)}")
-                compiled.clear()
+                forget()
 
 
 main()

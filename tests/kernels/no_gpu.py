@@ -17,10 +17,14 @@ from triton.compiler import CompiledKernel
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
+from sglang_kvq.kernels.device import launch
+
 #: Launches: the compiled kernel, its function, the grid and the arguments.
 noted: list[tuple[Any, ...]] = []
 #: Names of the kernels that Triton would have compiled, in order.
 compiled: list[str] = []
+#: These kernels.
+_kernels: set[JITFunction] = set()
 #: The GPU in use.
 STATE = SimpleNamespace(device=0)
 
@@ -43,7 +47,16 @@ class Nothing(CompiledKernel):
 def _compile_nothing(self: JITFunction, key: str, signature: Any, device: int, *rest: Any) -> Nothing:
     """Replaces ``JITFunction._do_compile``."""
     compiled.append(self.fn.__name__)
+    _kernels.add(self)
     return self.device_caches[device][0].setdefault(key, Nothing())
+
+
+def forget() -> None:
+    """Forgets everything that was compiled, as in a new process."""
+    compiled.clear()
+    launch._known.clear()
+    for kernel in _kernels:
+        kernel.device_caches.clear()
 
 
 class _Driver:

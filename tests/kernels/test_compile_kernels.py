@@ -1,11 +1,11 @@
-"""A server compiles the kernels of prefills over a stored prefix before it serves, so no request waits for them."""
+"""A server compiles its kernels before it serves, so no request waits for the compiler."""
 
 from __future__ import annotations
 
 from tests.kernels.no_gpu import output_of
 
 
-def test_no_prefill_over_a_prefix_compiles_a_kernel():
+def test_captures_batches_and_what_happens_between_them_compile_no_kernel():
     """Runs compiled_kernels.py."""
     output = output_of("tests.kernels.compiled_kernels")
     lines = [line.partition(": ") for line in output.splitlines()]

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from sglang_kvq.kernels.device.common import to_bf16
+from sglang_kvq.kernels.device.launch import start_kernel
 from sglang_kvq.kernels.device.softmax import load_sink
 
 _ELEMENTS = 4096  # elements of a program
@@ -26,7 +27,8 @@ def scale_by_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) ->
     tokens, heads, d = out.shape
     columns = triton.next_power_of_2(d)
     rows = max(_ELEMENTS // columns, 1)
-    _scale[(triton.cdiv(tokens * heads, rows),)](
+    start_kernel(
+        _scale, (triton.cdiv(tokens * heads, rows),),
         out, lse, sinks, tokens * heads,
         HEADS=heads,
         D=d,

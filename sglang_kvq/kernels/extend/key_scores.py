@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from sglang_kvq.kernels.device.arguments import View, view
+from sglang_kvq.kernels.device.launch import start_kernel
 from sglang_kvq.kernels.device.shape import shape_of
 from sglang_kvq.kernels.device.softmax import LOG2E, NEVER, scores
 
@@ -68,7 +69,8 @@ def past_lse(lse: torch.Tensor, q: torch.Tensor, k: torch.Tensor, scale: float, 
     shape = shape_of(kv_heads, d, q_heads)
     queries = prompt * shape.GQA_GROUP
     span = -(-past // (splits * launch.read)) * launch.read
-    _past_lse[(kv_heads, -(-queries // launch.owned), splits)](
+    start_kernel(
+        _past_lse, (kv_heads, -(-queries // launch.owned), splits),
         lse, view(q), view(k), queries, past, span, scale * LOG2E,
         SHAPE=shape,
         QUERIES=launch.owned,
@@ -100,7 +102,8 @@ def raise_scores(
     prompt, q_heads = lse.shape
     past, kv_heads, d = k.shape
     shape = shape_of(kv_heads, d, q_heads)
-    _raise_scores[(kv_heads, -(-past // launch.owned))](
+    start_kernel(
+        _raise_scores, (kv_heads, -(-past // launch.owned)),
         values, values.stride(0), view(q), view(k), lse, prompt * shape.GQA_GROUP, past, scale * LOG2E,
         SHAPE=shape,
         KEYS=launch.owned,
@@ -111,7 +114,7 @@ def raise_scores(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["queries", "past", "span"])
+@triton.jit(do_not_specialize=["queries", "past", "span"], do_not_specialize_on_alignment=["lse"])
 def _past_lse(
     lse, q, k, queries, past, span, scale_log2,
     SHAPE: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
@@ -145,7 +148,7 @@ def _add(top, total, x, scale_log2):
     return higher, total
 
 
-@triton.jit(do_not_specialize=["values_head", "queries", "past"])
+@triton.jit(do_not_specialize=["values_head", "queries", "past"], do_not_specialize_on_alignment=["values", "lse"])
 def _raise_scores(
     values, values_head, q, k, lse, queries, past, scale_log2,
     SHAPE: tl.constexpr, KEYS: tl.constexpr, QUERIES: tl.constexpr,

@@ -14,6 +14,7 @@ import triton.language as tl
 
 from sglang_kvq.kernels.device.codes import PlaneRecord, Record, page_bytes
 from sglang_kvq.kernels.device.common import PAGE, key_row
+from sglang_kvq.kernels.device.launch import start_kernel
 from sglang_kvq.kernels.device.plane_codes import bits_of, cell_count, is_planes, shares_of, start_of
 from sglang_kvq.kernels.device.shape import shape_of
 
@@ -33,7 +34,8 @@ def fold_pages(
     indices in tokens; tokens: int64 ``[layers, kv_heads, m * PAGE]``, contiguous, all from 0 to ``n * PAGE - 1``.
     """
     layers, _, kv_heads, _ = records.shape
-    _fold[(len(target_pages), kv_heads, layers)](
+    start_kernel(
+        _fold, (len(target_pages), kv_heads, layers),
         records, layer_ids, source_pages, target_pages, tokens, records.stride(0),
         RECORD=record,
         SHAPE=shape_of(kv_heads, head_dim),
@@ -41,7 +43,7 @@ def fold_pages(
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["layer_ids", "source_pages", "target_pages", "tokens"])
 def _fold(
     records, layer_ids, source_pages, target_pages, tokens, record_layer, RECORD: tl.constexpr, SHAPE: tl.constexpr
 ):

@@ -116,7 +116,7 @@ def _quantize_tokens(
     _quantize_part(k_rows, k.token, v_rows, v.token, record, ranks, part, RECORD, SHAPE, PACKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["layer_ids", "ranks", "slots", "pages", "count"])
 def _quantize_slots(
     records, layer_ids, ranks, bf16_pages, slots, pages, count, record_layer, bf16_page_layer, bf16_page_slot, layers,
     RECORD: tl.constexpr, SHAPE: tl.constexpr, PACKED: tl.constexpr,

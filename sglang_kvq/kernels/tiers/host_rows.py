@@ -23,6 +23,7 @@ import triton.language as tl
 
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.kernels.device.arguments import field_count, load_fields
+from sglang_kvq.kernels.device.launch import start_kernel
 
 #: Bytes of a vector, and alignment of all rows.
 VECTOR = 16
@@ -104,7 +105,8 @@ def _launch(
             f"bytes at a time. Align both to {VECTOR}."
         )
     rows = len(pages) * layers
-    _copy_rows[(min(rows, _GATHERERS if gather else _LOADERS),)](
+    start_kernel(
+        _copy_rows, (min(rows, _GATHERERS if gather else _LOADERS),),
         table, first, layers, rows, pages, host, host_pages, host.stride(0),
         GATHER=gather,
         WORDS=_WORDS,

@@ -97,6 +97,21 @@ def learned_sinks(layer: AttentionLayer, extra: dict[str, object]) -> torch.Tens
     return sinks.contiguous()
 
 
+def sink_types(model: torch.nn.Module, layer_ids: Collection[int]) -> list[torch.dtype | None]:
+    """Returns the types of the learned sinks that layers will pass; None for layers without.
+
+    Sinks are a parameter of the module that owns a layer: one number per query head, with ``sink`` in its name.
+    """
+    found: dict[torch.dtype | None, None] = {}
+    for owner in model.modules():
+        for layer in owner.children():
+            if isinstance(layer, RadixAttention) and layer.layer_id in layer_ids:
+                mine = [x for name, x in owner.named_parameters(recurse=False) if "sink" in name]
+                mine = [x for x in mine if x.shape == (layer.tp_q_head_num,)]
+                found[mine[0].dtype if mine else None] = None
+    return list(found)
+
+
 def own_keys_and_values(
     layer: AttentionLayer,
     k: torch.Tensor | None,

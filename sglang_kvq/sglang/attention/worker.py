@@ -21,7 +21,7 @@ from sglang_kvq.sglang import checks, compat, runtime
 from sglang_kvq.sglang.attention import folded_weights
 from sglang_kvq.sglang.attention.backend import KVQuantBackend
 from sglang_kvq.sglang.attention.drafts import BRANCHING
-from sglang_kvq.sglang.attention.layers import check_layer_ids, check_layers
+from sglang_kvq.sglang.attention.layers import check_layer_ids, check_layers, sink_types
 from sglang_kvq.sglang.doctor.host import triton_cache
 from sglang_kvq.sglang.memory.pool import quantized_pool
 from sglang_kvq.sglang.prefix import episodes
@@ -53,11 +53,12 @@ def create_backend(model_runner: ModelRunner) -> AttentionBackend:
             rotations, folded = replace(rotations, v=None, o=None), True
         else:
             logger.info("kv-quant rotates V at run time, not in the weights: %s", why_not)
-    ops = create_ops(model_runner, pool, rotations, state.layer_ids)
+    scores = config.episodic is not None and config.episodic.policy == EPICACHE
+    ops = create_ops(model_runner, pool, rotations, state.layer_ids, scores)
     state.tiers = tiers = create_tiers(pool, config, ops, compat.step_tokens(model_runner.server_args))
     if config.episodic is not None:
         config.episodic.check_cache(pool.pages * PAGE_SIZE)
-        if config.episodic.policy == EPICACHE:
+        if scores:
             episodes.serve()
     state.status = {
         "method": config.method,
@@ -136,9 +137,16 @@ def _per_layer(values: list[Any]) -> object:
 
 
 def create_ops(
-    model_runner: ModelRunner, pool: PagePool, rotations: LayerRotations, layer_ids: Collection[int]
+    model_runner: ModelRunner,
+    pool: PagePool,
+    rotations: LayerRotations,
+    layer_ids: Collection[int],
+    scores: bool,
 ) -> AttentionOps:
     """Builds the attention operations: Triton kernels on a GPU, plain torch on a CPU.
+
+    Args:
+        scores: whether prompts score the keys before them.
 
     Raises:
         SystemExit: the layers with these ids have different numbers of query heads.
@@ -168,6 +176,7 @@ def create_ops(
         slab_tokens=slab_tokens,
         prefill=prefill,
     )
-    logger.info("kv-quant compiles kernels that %s lacks; on a new host this takes about a minute", triton_cache())
-    compile_kernels(ops, compat.step_tokens(model_runner.server_args))
+    logger.info("kv-quant compiles kernels that %s lacks; on a new host this takes about half a minute", triton_cache())
+    sinks = sink_types(model_runner.model, layer_ids)
+    compile_kernels(ops, compat.step_tokens(model_runner.server_args), sinks, scores)
     return ops

@@ -6,7 +6,10 @@ Models that can fuse RoPE with the cache write look at the pool first, on any de
 runs on CUDA, where it would fuse for a pool of bfloat16.
 """
 
+import re
 import sys
+from importlib.util import find_spec
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -330,6 +333,34 @@ def test_learned_sinks(serving, dtype):
     last = (x[-1:] for x in (q, k, v))
     got = serving.forward_decode(*last, attention(1), step, sinks=sinks).view(HEADS, D)
     torch.testing.assert_close(got, with_sinks[-1], rtol=2e-2, atol=1e-3)
+
+
+def test_learned_sinks_are_found_before_any_layer_passes_them(applied):
+    """Layers without sinks count too; layers that SGLang serves itself do not, and other parameters are no sinks."""
+    from sglang_kvq.sglang.attention.layers import sink_types
+
+    def owner(layer_id, **parameters):
+        module = Model()
+        module.attn = attention(layer_id)
+        for name, (size, dtype) in parameters.items():
+            setattr(module, name, torch.nn.Parameter(torch.zeros(size, dtype=dtype)))
+        return module
+
+    owners = (
+        owner(0, sinks=(HEADS, torch.bfloat16)),
+        owner(1, attention_sink_bias=(HEADS, torch.float32)),
+        owner(2, sinks=(HEADS + 1, torch.bfloat16), bias=(HEADS, torch.bfloat16)),
+        owner(3, sinks=(HEADS, torch.float16)),
+    )
+    model = Model(*owners)
+    assert sink_types(model, (0, 1)) == [torch.bfloat16, torch.float32]
+    assert sink_types(model, (0, 1, 2)) == [torch.bfloat16, torch.float32, None]
+
+
+def test_sglangs_models_name_their_sinks_so():
+    folder = Path(*find_spec("sglang.srt.models").submodule_search_locations)
+    passed = [(f.name, x) for f in sorted(folder.glob("*.py")) for x in re.findall(r"\bsinks=([\w.]+)", f.read_text())]
+    assert passed and all(x.startswith("self.") and "sink" in x for _, x in passed), passed
 
 
 @pytest.mark.parametrize("mode", ["forward_extend", "forward_decode"])
