@@ -7,6 +7,7 @@
         --scenarios tokens,decode --out FILE
     python benchmarks/serving.py --model benchmarks/models/gpt-oss-120b --layers 12 --plain-backend fa3 \\
         --scenarios tokens,decode --out FILE
+    python benchmarks/serving.py --tp-size 2 --scenarios tokens,decode --out FILE
 
 Uses Qwen3-8B's geometry (``--model`` takes another of ``benchmarks/models``) with dummy weights and random rotations,
 so that nothing is downloaded. Two servers run one after the other. They differ only in ``--kv-quant`` and the attention
@@ -416,7 +417,8 @@ def plot(out: Path) -> None:
 
     result = json.loads(out.read_text())
     streams = min(r["streams"] for r in result["rows"] if r["scenario"].startswith("decode_"))
-    rows = [r for r in result["rows"] if r["scenario"].startswith("decode_") and r["streams"] == streams]
+    rows = [r for r in result["rows"] if r["scenario"].startswith("decode_") and "GPUs" not in r["scenario"]]
+    rows = [r for r in rows if r["streams"] == streams]
     rows.sort(key=lambda r: r["context"])
     figure, axes = pyplot.subplots(figsize=(6, 4))
     for name, label in zip(SERVERS, ("BF16", "--kv-quant oscar")):
@@ -432,7 +434,9 @@ def plot(out: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0], epilog="Words after -- are flags of both servers."
+    )
     parser.add_argument("--out", required=True, type=Path, help="JSON file; its rows of other scenarios stay")
     parser.add_argument("--scenarios", help=f"some of {', '.join(GROUPS)}; default all but the last two")
     parser.add_argument("--speculation", type=int, metavar="N", help="only spec_*: servers that verify N drafts a step")
@@ -450,13 +454,16 @@ def main() -> None:
         "--model", type=existing_folder, default=MODEL, help="another of benchmarks/models, with its own --out"
     )
     parser.add_argument("--layers", type=int, help="use only the model's first N layers, if not all fit")
+    parser.add_argument("--tp-size", type=int, default=1, help="GPUs of each server; default %(default)s")
     parser.add_argument("--scale", choices=SCALES, default="full")
     parser.add_argument("--profile", action="store_true", help="also show what decode steps are made of")
     parser.add_argument(
         "--cpu", action="store_true", help="servers on the CPU engine: only shows that this script works"
     )
     parser.add_argument("--plot", action="store_true", help="only draw the plot of --out")
-    args = parser.parse_args()
+    words = sys.argv[1:]
+    at = words.index("--") if "--" in words else len(words)
+    args = parser.parse_args(words[:at])
     if args.plot:
         plot(args.out)
         return
@@ -474,6 +481,7 @@ def main() -> None:
     flags += ["--stream-interval", str(EVENT)]
     flags += [] if args.cpu else ["--mem-fraction-static", args.mem_fraction_static]
     flags += graph_flags(scale, groups)
+    flags += ["--tp-size", str(args.tp_size), *words[at + 1 :]]
     rows: dict[str, dict] = {r["scenario"]: r for r in record.read_rows(args.out)} if len(servers) == 1 else {}
     for row in rows.values():  # a row measured again gets a new source
         for name in record.SOURCE:
@@ -504,6 +512,7 @@ def main() -> None:
                 client = Client(server, config["vocab_size"], geometry.layers, args.profile, 320 if hybrid else 64)
                 for measured_as, unit, value, mine, common in measure(client, scale, groups, deadline):
                     scenario = name_of(args.model, args.layers, measured_as)
+                    scenario += f", {args.tp_size} GPUs" if args.tp_size > 1 else ""
                     row = rows.setdefault(scenario, {"scenario": scenario, "unit": unit, "none": None, "oscar": None})
                     mine["commit"], _ = provenance.commit()
                     row |= {name: round(value, 3), **common, **{f"{name}_{k}": v for k, v in mine.items()}}
@@ -517,7 +526,7 @@ def main() -> None:
     print(f"\n{'scenario':16} {'unit':12} {'none':>12} {'oscar':>12} {'ratio':>9}")
     for scenario in measured:
         show(rows[scenario])
-    if any(scenario.startswith("decode_") for scenario in measured):
+    if args.tp_size == 1 and any(scenario.startswith("decode_") for scenario in measured):
         plot(args.out)
     if FAILED:
         raise SystemExit(f"no figure from: {', '.join(FAILED)}")
