@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks import late_kernels
 from launch.server import Server
 from sglang_kvq import __version__
 from sglang_kvq.server_process import OPENER
@@ -36,6 +37,7 @@ ENV = {
     "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0",
     "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
     "HF_HUB_OFFLINE": "1",
+    **late_kernels.ENV,
 }
 
 _FIND = (
@@ -139,7 +141,7 @@ class TinyServer(Server):
         return self.held()
 
     def held(self) -> list[str]:
-        """Lists what is in use or wrong on a server that nobody uses and whose cache is empty."""
+        """Lists what is in use, or went wrong, on a server that nobody uses and whose cache is empty."""
         found = []
         for worker, state in enumerate(self.states()):
             held = {key: value for key, value in state.get("kv_quant", {}).get("tiers", {}).items() if value}
@@ -148,6 +150,8 @@ class TinyServer(Server):
             found.append("/server_info has no kv_quant")
         if not self.running:
             found.append("the server ended")
+        if late := late_kernels.own_late_kernels(self.log()):
+            found.append(f"it loaded kernels while it served: {', '.join(late)}")
         return found + [line for line in self.log().splitlines() if "leak detected" in line.lower()][:3]
 
 

@@ -24,6 +24,7 @@ decoding                   most requests at once that were between their first a
 running, queued            most requests in these states by the server's metrics, which it updates only now and then
 lost_window_pages          the most window pages at once that running requests read in few bits, not in BF16
 goodput_per_s              requests per second whose whole answer met both limits
+late_kernels               Triton kernels, the plugin's or SGLang's, that were loaded meanwhile; left out if none
 completed, cut, waited, unsent   requests with a whole answer; cut by the time; of these without a token; never sent
 """
 
@@ -49,6 +50,7 @@ from benchmarks.bench_serving.sampler import Sampler
 from benchmarks.bench_serving.tables import HEAD, bench_rows, line, markdown
 from benchmarks.bench_serving.workloads import TINY, WORKLOADS, Workload, chosen
 from benchmarks.capacity import MODEL, existing_folder, name_of
+from benchmarks.late_kernels import late_kernels
 from launch.server import Server, ServerError
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.evaluation.provenance import without_paths
@@ -98,6 +100,7 @@ def measure(
         KVQuantError: a request failed, the cache reports errors, or it holds pages when nothing runs.
     """
     running.drain()
+    begin = len(running.log())
     with Sampler(running.url) as sampler:
         given = stock.run(workload.arguments(), running.url, tokenizer, workload.seconds, folder / workload.name)
     figures = measurements(workload, given)
@@ -106,6 +109,9 @@ def measure(
         raise KVQuantError(f"{workload.name}: {problem}; no figure is kept. {running.log_tail()}")
     if left := servers.held(running):
         raise KVQuantError(f"{workload.name}: an idle server holds {left}; no figure is kept.")
+    late = late_kernels(running.log()[begin:])
+    if late:
+        print(f"{workload.name}: kernels were loaded meanwhile: {', '.join(late)}", flush=True)
     label = servers.label(spec, setup)
     return {
         "scenario": name_of(setup.model, setup.layers, scenario(workload.name, label)),
@@ -116,6 +122,7 @@ def measure(
         **figures,
         **sampler.most,
         **servers.facts(running, spec),
+        **({"late_kernels": late} if late else {}),
         "settings": settings(workload, setup),
     }
 

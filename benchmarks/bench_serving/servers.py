@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks import late_kernels
 from benchmarks.bench_serving.words import write_tokenizer
 from benchmarks.capacity import geometry_and_flags, random_rotations, random_transform
 from benchmarks.tiny_server import plugin_path
@@ -109,7 +110,8 @@ def server(spec: MethodSpec, setup: Setup, tokenizer: Path, context: int, folder
     flags += ["--random-seed", "0", "--skip-server-warmup", "--context-length", str(context + 64), *cut]
     flags += [] if setup.has_weights else ["--load-format", "dummy"]
     flags += [*setup.shared, *method_flags(spec, setup, folder)]
-    env = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1", "HF_HUB_OFFLINE": "1"} | plugin_path(folder / "plugin")
+    env = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1", "HF_HUB_OFFLINE": "1"}
+    env |= late_kernels.ENV | plugin_path(folder / "plugin")
     return Server(setup.model, *flags, cpu=setup.cpu, env=env, log_path=folder / f"{spec.slug}.log")
 
 

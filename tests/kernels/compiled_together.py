@@ -46,6 +46,7 @@ def main() -> None:
     kernels = {launch._ready(kernel) for kernel in found}
     assert all(type(kernel) is CompiledKernel and "cubin" in kernel.asm for kernel in kernels)
     assert threading.get_ident() not in THREADS and not launch._known
+    assert len(no_gpu.loaded) == len(kernels), f"{len(no_gpu.loaded)} of {len(kernels)} kernels were loaded"
     print(f"{len(kernels)} kernels, {len(THREADS)} of {len(os.sched_getaffinity(0))} threads")
 
 

@@ -23,7 +23,9 @@ from sglang_kvq.kernels.device import launch
 noted: list[tuple[Any, ...]] = []
 #: Names of the kernels that Triton would have compiled, in order.
 compiled: list[str] = []
-#: These kernels.
+#: Names of the kernels that were compiled and then loaded, in order.
+loaded: list[str] = []
+#: Compiled kernels.
 _kernels: set[JITFunction] = set()
 #: The GPU in use.
 STATE = SimpleNamespace(device=0)
@@ -60,7 +62,16 @@ def forget() -> None:
 
 
 class _Driver:
-    """A driver of two GPUs, for code that only asks which one is in use."""
+    """A driver of two GPUs, which has no use for the kernels that it loads."""
+
+    utils = SimpleNamespace(
+        get_device_properties=lambda device: {"max_shared_mem": 227 << 10},
+        load_binary=lambda name, *rest: (loaded.append(name), name, 0, 0, 1024),
+        unload_module=lambda module: None,
+    )
+
+    def launcher_cls(self, source: Any, metadata: Any) -> object:
+        return object()
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", 90, 32)

@@ -20,8 +20,8 @@ from sglang_kvq.kernels.device.common import INTERPRETED
 
 #: True if Triton itself does every launch.
 searches = INTERPRETED
-#: True while launches only compile their kernels (``compile_together``).
-_only_compiles: ContextVar[bool] = ContextVar("only_compiles", default=False)
+#: The kernels of launches while these only compile (``compile_together``); None at other times.
+_compiling: ContextVar[list[Any] | None] = ContextVar("compiling", default=None)
 #: Most kernels that are compiled at the same time.
 _MOST_THREADS = 16
 #: Alignment in bytes that Triton compiles for.
@@ -73,8 +73,8 @@ def start_kernel(
     key: Any = constants
     if constants is None:
         constants, key = named, tuple(named.items())  # type: ignore[assignment]
-    if _only_compiles.get():
-        kernel.warmup(*_fields(arguments), grid=grid, **constants)
+    if (compiling := _compiling.get()) is not None:
+        compiling.append(kernel.warmup(*_fields(arguments), grid=grid, **constants))
         return
     if searches or kernel.pre_run_hooks:
         kernel[grid](*_fields(arguments), **constants)
@@ -96,19 +96,23 @@ def start_kernel(
 
 
 def compile_together(launch: Callable[[], None]) -> None:
-    """Compiles the kernels that ``launch`` starts with ``start_kernel``, several at the same time; runs none of them.
+    """Compiles and loads the kernels that ``launch`` starts with ``start_kernel``, several at once; runs none of them.
 
-    Threads suffice, because Triton's compiler seldom holds Python's lock.
+    Threads suffice, because Triton's compiler seldom holds Python's lock. Triton would load a kernel at its first
+    launch, when a busy server may have no memory left for it.
     """
     if searches:
         return
     threads = min(_MOST_THREADS, len(os.sched_getaffinity(0)))
+    kernels: list[Any] = []
     with ThreadPoolExecutor(threads) as executor, triton.AsyncCompileMode(executor):
-        before = _only_compiles.set(True)
+        before = _compiling.set(kernels)
         try:
             launch()
         finally:
-            _only_compiles.reset(before)
+            _compiling.reset(before)
+    for kernel in kernels:
+        _ = _ready(kernel).run  # loads it
 
 
 def _ready(kernel: Any) -> Any:
