@@ -23,8 +23,6 @@ _NEW = (16, 2 * PAGE_SIZE, 5 * PAGE_SIZE)
 _STORED = (PAGE_SIZE, 16 * PAGE_SIZE)
 #: Pages of a slab meanwhile, so that our own kernel, without a library, takes several slabs.
 _SLAB_PAGES = 4
-#: Requests of the batches that decode: plans are compiled for each power of two.
-_DECODED = (3, *(2**i for i in range(11)))
 
 
 def compile_kernels(
@@ -50,15 +48,19 @@ def _launch_all(ops: TritonOps, step_tokens: int, kinds: Sequence[torch.Tensor |
     layers = [store.layers[0] for store in ops.pool.stores]
     for sinks in kinds:
         _run_prefills(ops, sinks)
-        for requests in _DECODED:
-            if requests <= ops.max_batch:
-                _decode(ops, [layers[0], *layers], requests, sinks)
+        for requests in _decoded(ops.max_batch):
+            _decode(ops, [layers[0], *layers], requests, sinks)
         if step_tokens > 1:
             _verify(ops, layers, step_tokens, sinks)
     for layer in layers:
         _quantize(ops, layer)
         if scores:
             _score(ops, layer)
+
+
+def _decoded(most: int) -> list[int]:
+    """Returns the requests of the batches that decode: plans are compiled for each power of two."""
+    return sorted({min(3, most), most, *(2**i for i in range(most.bit_length()))})
 
 
 def _run_prefills(ops: TritonOps, sinks: torch.Tensor | None) -> None:

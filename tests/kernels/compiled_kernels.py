@@ -32,7 +32,7 @@ Q_HEADS, KV_HEADS, D, PAGES, ROWS, SMS = 32, 8, 128, 300, 9, 132
 #: Lengths of stored and of new tokens, and numbers of requests.
 PREFIXES, NEWS, COUNTS = [1, P, 700, 5000, 18000], [1, 7, 64, 300, 1500], [1, 1, 2, 8]
 #: Some of SGLang's sizes of CUDA graphs, and the most requests of one that holds a whole prefill.
-CAPTURED, DECODED, REQUESTS = [2048, 512, 240, 64, 4], [512, 128, 96, 24, 3, 2, 1], 32
+CAPTURED, DECODED, REQUESTS = [2048, 512, 240, 64, 4], [1500, 700, 512, 128, 96, 24, 3, 2, 1], 32
 #: BF16 pages.
 SLOTS = 12
 #: Drafts of each request in a step that verifies some.

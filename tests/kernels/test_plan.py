@@ -65,6 +65,7 @@ def random_case(seed: int):
 
 
 CASES |= {f"random{seed}": random_case(seed) for seed in range(12)}
+CASES["more-than-1024"] = ([70 + 7 * i % 900 for i in range(2100)], [64] * 2100, [64] * 2100, 2400)
 
 
 @pytest.mark.parametrize("costs", [WorkCosts(), WorkCosts(bf16_page=2, turn=1)], ids=["turns-of-two", "turns-of-one"])

@@ -27,7 +27,8 @@ HISTORY_COST = tl.constexpr(4)
 LEAST_WORK = tl.constexpr(16)
 #: int32 fields reserved for each item; ``Item`` uses the first of them.
 FIELDS = tl.constexpr(16)
-_ITEMS = 32  # items that a program writes
+#: Items that a program writes, and the most pairs of an item and a request that it compares.
+_ITEMS, _COMPARED = 32, 32 << 10
 
 
 class WorkCosts(NamedTuple):
@@ -89,11 +90,13 @@ def split_work(
         costs: costs of work in the launch that reads the items.
     """
     count, batch = len(items), len(rows)
+    most = triton.next_power_of_2(batch)
+    each = min(_ITEMS, max(1, _COMPARED // most))
     start_kernel(
-        _plan, (triton.cdiv(count, _ITEMS),), items, spans, rows, seq_lens, row_pages, row_sink_end, row_history_end,
+        _plan, (triton.cdiv(count, each),), items, spans, rows, seq_lens, row_pages, row_sink_end, row_history_end,
         row_pages.stride(0), count, batch,
-        BATCH=triton.next_power_of_2(batch),
-        ITEMS=_ITEMS,
+        BATCH=most,
+        ITEMS=each,
         BF16_PAGE=costs.bf16_page,
         TURN=costs.turn,
         num_warps=4,
