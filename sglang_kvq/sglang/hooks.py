@@ -304,7 +304,11 @@ _SCHEDULER: tuple[Hook, ...] = (
     around("disaggregation.common.conn.CommonKVManager.try_ensure_parallel_info(bootstrap_addr)",
          "disaggregation.seam:around_parallel_info", "refuses servers with another layout", only=TRANSFERS),
     around("disaggregation.decode.DecodePreallocQueue._ensure_prefill_info(addr_to_reqs)",
-         "disaggregation.seam:around_prefill_info", "ends requests to such a server", only=TRANSFERS),
+         "disaggregation.seam:around_prefill_info", "gives up transfers from such a server", only=TRANSFERS),
+    after("disaggregation.decode.DecodePreallocQueue._update_handshake_waiters("
+          "rids_to_check, pp_good_rids, pp_bad_rids)",
+          "disaggregation.seam:after_handshakes", "ends their requests with the reason", only=TRANSFERS),
+    call("disaggregation.decode._bootstrap_addr(req)", "the address of a request's prefill server", only=TRANSFERS),
     before("disaggregation.prefill.SchedulerDisaggregationPrefillMixin.process_batch_result_disagg_prefill("
          "batch, result)",
          "disaggregation.drafts:before_prefill_result", "keeps a draft model's first guess", only=TRANSFERS),

@@ -109,7 +109,7 @@ def stored(storage: Path, index: int, method: str = "int2") -> list[Path]:
     found: list[Path] = []
 
     def there() -> bool:
-        found[:] = [file for name in page_names(index) for file in storage.glob(f"{name}*-kvq1-{method}-*.bin")]
+        found[:] = [file for name in page_names(index) for file in storage.glob(f"{name}*-kvq2-{method}-*.bin")]
         return len(found) == PAGES
 
     wait_for(there, "pages do not arrive in storage")
@@ -131,7 +131,7 @@ def test_answers_from_host_and_storage_are_those_of_pages_that_stayed(start, sto
     client = start("--kv-quant", "int2")
     come_back(client)
     files, state = list(storage.glob("*.bin")), client.state()
-    assert len(files) >= PAGES and all("-kvq1-int2-" in file.name for file in files)
+    assert len(files) >= PAGES and all("-kvq2-int2-" in file.name for file in files)
     assert {file.stat().st_size for file in files} == {state["host_page_bytes"]}
     assert state["host_page_bytes"] < PAGE_SIZE * state["bf16_token_bytes"] / 5
     assert state["errors"] == 0 and state["damaged_pages"] == 0

@@ -21,7 +21,7 @@ from tests.e2e.test_hicache import FLAGS, PAGES, ask, at, come_back, page_names,
 OTHERS = [flag for flag in FLAGS if flag not in ("--hicache-storage-backend", "file")]
 #: Milliseconds for which Mooncake keeps an object after a read, and refuses to remove it.
 LEASE = 60_000
-MODEL = "kvq1-int2-"
+MODEL = "kvq2-int2-"
 
 
 @pytest.fixture(scope="module")

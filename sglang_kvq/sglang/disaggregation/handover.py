@@ -185,6 +185,10 @@ class Handover:
         with torch.cuda.stream(self.layers):
             tiers.apply_now()
 
+    def waits(self, row: int) -> bool:
+        """Returns whether a row's request has not run on this decode server, so that its window has no BF16 pages."""
+        return self.decode and (row in self._entries or row in self._restored)
+
     def free_row(self, row: int) -> None:
         """Forgets a row that was returned before its request ran; the prefill server no longer writes to its entry."""
         self._restored.pop(row, None)

@@ -153,15 +153,34 @@ def around_parallel_info(original: Original, self: Any, bootstrap_addr: str) -> 
 
 
 def around_prefill_info(original: Original, self: Any, addr_to_reqs: Any) -> Any:
-    """AROUND ``DecodePreallocQueue._ensure_prefill_info``: ends requests to a refused address, with the reason."""
-    from sglang.srt.disaggregation.utils import prepare_abort
+    """AROUND ``DecodePreallocQueue._ensure_prefill_info``: gives up the transfers from a refused address.
 
+    The poll that follows ends their requests on all workers, because another worker may not know of the refusal yet.
+    """
     ready, remaining = original(self, addr_to_reqs)
-    refused, waiting = started().refused, []
+    waiting = []
     for waits in remaining:
-        address = f"{waits.req.bootstrap_host}:{waits.req.bootstrap_port}"
-        if address in refused:
-            prepare_abort(waits.req, refused[address], status_code=HTTPStatus.BAD_REQUEST)
-        else:
+        if (reason := _refusal(waits.req)) is None:
             waiting.append(waits)
+        elif waits.kv_receiver is not None:
+            waits.kv_receiver.abort()
+            self.kv_manager.record_failure(waits.req.bootstrap_room, reason)
     return ready, waiting
+
+
+def after_handshakes(result: None, self: Any, *args: Any, **kwargs: Any) -> None:
+    """AFTER ``DecodePreallocQueue._update_handshake_waiters``: a request to a refused address ends with status 400."""
+    from sglang.srt.disaggregation.utils import prepare_abort
+    from sglang.srt.managers.schedule_batch import FINISH_ABORT
+
+    for waits in self.queue:
+        reason = _refusal(waits.req)
+        if reason is not None and isinstance(waits.req.finished_reason, FINISH_ABORT):
+            prepare_abort(waits.req, reason, status_code=HTTPStatus.BAD_REQUEST)
+
+
+def _refusal(req: Any) -> str | None:
+    """Returns why the address of a request's prefill server is refused; None if it is not."""
+    from sglang.srt.disaggregation.decode import _bootstrap_addr
+
+    return started().refused.get(_bootstrap_addr(req))

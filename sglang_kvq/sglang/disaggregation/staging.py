@@ -55,26 +55,32 @@ class Staging:
         shape = (2, entries * window_pages, pool.packed_elements)
         self.table = torch.zeros(shape, dtype=torch.bfloat16, device=pool.device)
         self._free = deque(range(entries))  # the entry that was returned first is taken first
+        #: Entries that were given back, in order; a launch that reads them may still run.
         self._read: deque[tuple[torch.cuda.Event, int]] = deque()
 
     def available(self) -> int:
-        """Returns the number of entries that can be taken now."""
-        while self._read and self._read[0][0].query():
-            self._free.append(self._read.popleft()[1])
-        return len(self._free)
+        """Returns the number of entries that can be taken.
+
+        It does not depend on the device, because all workers must admit the same requests.
+        """
+        return len(self._free) + len(self._read)
 
     def take(self) -> int:
-        """Takes a free entry and returns its number.
+        """Takes an entry and returns its number; waits until the device has read the window that was in it.
 
         Raises:
             RuntimeError: no entry is free.
         """
-        if not self.available():
+        if self._free:
+            return self._free.popleft()
+        if not self._read:
             raise RuntimeError("kv-quant: a request is transferred without room for its window. Please report this.")
-        return self._free.popleft()
+        event, entry = self._read.popleft()
+        event.synchronize()
+        return entry
 
     def give_back(self, entry: int) -> None:
-        """Frees an entry once the current stream has finished reading it."""
+        """Frees an entry that launches on the current stream may still read."""
         if self.table.is_cuda:
             event = torch.cuda.Event()
             event.record()

@@ -5,25 +5,25 @@ A host page has
     records      of all layers, see ``cache.host_pages``
     first token  BF16 [layers, 2, kv_heads, D], where the format keeps first tokens
     flag         1 byte, 1 if the first token is present; padded to 16 bytes
-    checksum     the last 8 bytes, written when the page goes to storage
+    checksum     the last 8 bytes, XXH3 of all before them, written when the page goes to storage
 
 A page begins a sequence if it is the first page of a prompt. The flag tells the host whether a page has a first token.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 
 import numpy as np
 import torch
+import xxhash
 
 from sglang_kvq.cache.host_pages import ALIGNED, HostLayout
 from sglang_kvq.cache.pool import PagePool
 from sglang_kvq.cache.tiers import TierManager
 
 #: Version of the layout of a host page and its records. Storage never mixes two versions.
-FORMAT = 1
+FORMAT = 2
 #: Host pages are a multiple of this many bytes, as files and direct I/O require.
 BLOCK = 4096
 _CHECKSUM = 8
@@ -51,7 +51,6 @@ class HostPage:
         flag = -(-self.token_bytes // ALIGNED) * ALIGNED + self.token_start
         self.flag_at = flag
         self.page_bytes = -(-(flag + ALIGNED + _CHECKSUM) // BLOCK) * BLOCK
-        self._factors = _factors(self.page_bytes // 8 - 1)
 
     # -- first tokens ----------------------------------------------------------------------------------
 
@@ -99,9 +98,8 @@ class HostPage:
 
     def checksum(self, host: torch.Tensor, host_page: int, key: str) -> int:
         """Returns the 64-bit checksum of a row and of its key in storage, so that pages under other keys differ."""
-        words = host[host_page].numpy().view(np.uint64)[:-1]
-        name = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=_CHECKSUM).digest(), "little")
-        return int(np.dot(words, self._factors)) ^ name
+        name = xxhash.xxh3_64_intdigest(key.encode())
+        return xxhash.xxh3_64_intdigest(host[host_page, :-_CHECKSUM].numpy().data, seed=name)
 
     def seal(self, host: torch.Tensor, host_page: int, key: str) -> None:
         """Writes a row's checksum into it."""
@@ -110,15 +108,3 @@ class HostPage:
     def is_sound(self, host: torch.Tensor, host_page: int, key: str) -> bool:
         """Returns whether a row is unchanged since it was sealed under this key."""
         return int(host[host_page].numpy().view(np.uint64)[-1]) == self.checksum(host, host_page, key)
-
-
-def _factors(count: int) -> np.ndarray:
-    """Returns the checksum's factors, uint64 ``[count]``: fixed, pseudorandom (splitmix64), and odd.
-
-    Because each factor is odd, every change of a single word changes the sum.
-    """
-    x = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    factors: np.ndarray = (x ^ (x >> np.uint64(31))) | np.uint64(1)
-    return factors

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ def format_tag(state: Runtime, first_tokens: bool) -> str:
     parts = (
         FORMAT,
         state.config.method,
-        state.config.seed,
+        state.config.seed or 0,
         state.status["rotations_sha256"] or state.status["rotations"],
         geometry.kv_heads,
         state.layer_ids,
@@ -57,7 +58,10 @@ def around_page_get(
     """AROUND ``HiCacheController._generic_page_get`` and ``_page_get_zero_copy``: verifies the pages read from storage.
 
     Returns the number of pages before the first missing or damaged one; SGLang computes the others. A file that is too
-    short raises an error for all pages of the call, so these are then read again one by one.
+    short, or that the system cannot read, raises an error for all pages of the call, so these are then read one by one.
+
+    Raises:
+        OSError: the system cannot read the only page of the call.
     """
     host = self.storage_host_pool
     if not isinstance(host, KVQuantHostPool):
@@ -66,20 +70,29 @@ def around_page_get(
     try:
         count = original(self, operation, hash_values, host_indices, *args, **kwargs)
     except OSError as error:
-        if error.errno is not None:  # the system failed, so the page may be sound: SGLang logs the error as a miss
+        if len(hash_values) > 1:
+            one_by_one = zip(hash_values, host_indices.split(self.page_size))
+            return _count(partial(around_page_get, original, self, operation), one_by_one, *args, **kwargs)
+        if error.errno is not None:  # the page may be sound
             raise
-        if len(hash_values) == 1:
-            return _damaged(self, hash_values[0], str(error))
-        count, size = 0, self.page_size
-        for i, key in enumerate(hash_values):
-            one = host_indices[i * size : (i + 1) * size]
-            if not around_page_get(original, self, operation, [key], one, *args, **kwargs):
-                break
-            count += 1
-        return count
+        return _damaged(self, hash_values[0], str(error))
     for i, (key, page) in enumerate(zip(hash_values[:count], pages_of(host_indices).tolist())):
         if not host.page.is_sound(host.kv_buffer, page, key):
             return i + _damaged(self, key, "its checksum does not fit")
+    return count
+
+
+def _count(read: Callable[..., int], pages: Iterable[tuple[str, torch.Tensor]], *args: Any, **kwargs: Any) -> int:
+    """Reads pages one by one; returns the number of pages before the first that is missing, damaged or unreadable."""
+    count = 0
+    for key, places in pages:
+        try:
+            if not read([key], places, *args, **kwargs):
+                break
+        except OSError as error:
+            logger.warning("kv-quant: page %s of the storage cannot be read and is computed again: %s", key, error)
+            break
+        count += 1
     return count
 
 

@@ -48,7 +48,13 @@ def _set(backend: Any, name: str, **values: object) -> None:
 
 
 def _remove_file(backend: Any, key: str) -> None:
-    Path(backend.file_path, f"{backend._get_suffixed_key(key)}.bin").unlink(missing_ok=True)
+    """Removes a file, and forgets it where SGLang remembers files, so that the page is written again."""
+    name = backend._get_suffixed_key(key)
+    Path(backend.file_path, f"{name}.bin").unlink(missing_ok=True)
+    if (known := getattr(backend, "metadata_cache", None)) is not None:
+        known.remove(name)
+    if (evictor := getattr(backend, "_evictor", None)) is not None:
+        evictor.abort(name)
 
 
 def _remove_object(backend: Any, key: str) -> None:

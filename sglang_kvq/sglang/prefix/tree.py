@@ -14,6 +14,7 @@ import torch
 from sglang_kvq.cache.tiers import TierManager
 from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.sglang import runtime
+from sglang_kvq.sglang.disaggregation import handover
 from sglang_kvq.sglang.types import Original, PrefixCache, Req
 
 
@@ -110,11 +111,14 @@ def around_finished(original: Original, self: PrefixCache, req: Req, *args: Any,
 def around_checkpoint(original: Original, self: PrefixCache, req: Req, *, up_to: int, **kwargs: Any) -> Any:
     """AROUND ``UnifiedRadixCache.checkpoint_into_tree`` (``NEW_TREE``): records the move.
 
-    It rewrites the row of finished and unfinished requests.
+    It rewrites the row of finished and unfinished requests. A decode server also calls it for a request that was
+    aborted before it ran. Such a request stays out of the tree: nothing was ever recorded about its pages.
     """
-    tiers = runtime.tiers()
+    tiers, transfers = runtime.tiers(), handover.current()
     if tiers is None or self.disable:
         return original(self, req, up_to=up_to, **kwargs)
+    if transfers is not None and transfers.waits(req.kv.req_pool_idx):
+        return None
     length = _inserted(self, req.kv, up_to)
     move = _WindowMove(tiers, self.req_to_token_pool.req_to_token, req.kv.req_pool_idx, length)
     result = original(self, req, up_to=up_to, **kwargs)

@@ -241,6 +241,27 @@ def test_a_request_waits_until_its_window_has_room(worker):
     assert seam.around_available(lambda self: 0, None) == 0
 
 
+def test_workers_count_the_same_room_whatever_their_devices_have_done(worker):
+    """Workers must admit the same requests. A window that is still being read is waited for when its room is taken."""
+
+    class Reading:
+        def query(self) -> bool:
+            raise AssertionError("asks the device")
+
+        def synchronize(self) -> None:
+            waited.append(self)
+
+    waited: list[Reading] = []
+    state, _ = worker(decode=True)
+    staging = state.handover.staging
+    first = [staging.take() for _ in range(3)]
+    reading = [Reading(), Reading()]
+    staging._read.extend(zip(reading, first))
+    assert seam.around_available(lambda self: 9, None) == 2 and not waited
+    assert [staging.take(), staging.take()] == first[:2] and waited == reading
+    assert seam.around_available(lambda self: 9, None) == 0
+
+
 def test_room_is_made_of_requests_that_ended_without_a_plan(worker, monkeypatch):
     state, model = worker(decode=True)
     for row in (1, 2, 3):
@@ -339,29 +360,45 @@ def test_requests_that_arrived_are_events_in_order(worker):
         assert state.handover.layers == stream
 
 
-def test_another_layout_refuses_the_address_and_not_the_server(worker, monkeypatch):
+@pytest.mark.parametrize("host", ["10.0.0.1", "fd00::7"])
+def test_another_layout_refuses_the_address_and_not_the_server(host, worker):
     worker(decode=True)
+    address = f"[{host}]:8998" if ":" in host else f"{host}:8998"
 
     def differs(self, address):
         raise RuntimeError("KV cache dtype mismatch: prefill server has kv_cache_dtype=kvq1-int4")
 
-    assert seam.around_parallel_info(differs, None, "10.0.0.1:8998") is False
-    asked = [
-        SimpleNamespace(req=SimpleNamespace(bootstrap_host=host, bootstrap_port=8998)) for host in ("10.0.0.1", "b")
-    ]
-    ended = []
+    assert seam.around_parallel_info(differs, None, address) is False
     if SERVED:
-        import sglang.srt.disaggregation.utils as utils
-
-        monkeypatch.setattr(
-            utils, "prepare_abort", lambda req, text, status_code: ended.append((req, text, status_code))
-        )
-        ready, waiting = seam.around_prefill_info(lambda self, asked: ({}, asked["x"]), None, {"x": asked})
-        ((req, text, status),) = ended
-        assert (ready, waiting) == ({}, asked[1:]) and req is asked[0].req and status == HTTPStatus.BAD_REQUEST
-        assert "10.0.0.1:8998" in text and "kvq1-int4" in text and "Give both servers" in text
-    assert seam.around_parallel_info(lambda self, address: True, None, "10.0.0.1:8998") is True
+        ended_with_the_reason(host, address)
+    assert seam.around_parallel_info(lambda self, address: True, None, address) is True
     assert runtime.current().handover.refused == {}
+
+
+def ended_with_the_reason(host: str, address: str) -> None:
+    """Checks that SGLang's poll, which all workers reduce, ends a request to a refused address, and no other one."""
+    from sglang.srt.managers.schedule_batch import FINISH_ABORT
+
+    aborted, reasons = [], {}
+    asked = [
+        SimpleNamespace(
+            req=SimpleNamespace(bootstrap_host=h, bootstrap_port=8998, bootstrap_room=n, finished_reason=None),
+            kv_receiver=SimpleNamespace(abort=lambda n=n: aborted.append(n)),
+        )
+        for n, h in enumerate((host, "b"))
+    ]
+    queue = SimpleNamespace(queue=asked, kv_manager=SimpleNamespace(record_failure=reasons.__setitem__))
+    ready, waiting = seam.around_prefill_info(lambda self, asked: ({}, asked["x"]), queue, {"x": asked})
+    assert (ready, waiting, aborted, list(reasons)) == ({}, asked[1:], [0], [0])
+    seam.after_handshakes(None, queue)
+    assert asked[0].req.finished_reason is None, "the poll has not ended it yet"
+    for each in asked:
+        each.req.return_logprob, each.req.finished_reason = False, FINISH_ABORT("the poll's words")
+    seam.after_handshakes(None, queue)
+    reason, other = (each.req.finished_reason for each in asked)
+    assert reason.message == reasons[0] and reason.status_code == HTTPStatus.BAD_REQUEST
+    assert address in reason.message and "kvq1-int4" in reason.message and "Give both servers" in reason.message
+    assert other.message == "the poll's words"
 
 
 def test_the_pool_asks_the_handover(worker):

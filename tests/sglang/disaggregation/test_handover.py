@@ -145,9 +145,14 @@ class Pair:
             part()
         self.under_way.remove(sent)
         self.p.leave(sent.prefill, publish=True)
-        self.d.leave(sent.decode, publish=False)
-        self.hd.free_row(sent.decode.row)
+        self.leave_unrun(sent.decode)
         self.counts["aborted"] += 1
+
+    def leave_unrun(self, request: Request) -> None:
+        """Ends a request that has not run; SGLang asks to publish it if it was aborted when its cache was there."""
+        wanted = self.radix and self.rng.random() < 0.5
+        self.d.leave(request, publish=wanted and not self.hd.waits(request.row))
+        self.hd.free_row(request.row)
 
     # -- the decode server ---------------------------------------------------------------------------
 

@@ -242,6 +242,8 @@ def fetch(controller: Controller, found: dict[str, torch.Tensor], keys: list[str
 
     def original(self, operation, hashes, places):
         for i, key in enumerate(hashes):
+            if key not in found:
+                raise OSError(errno.EIO, "Input/output error")
             if len(found[key]) != controller.host.page.page_bytes:
                 raise OSError("Short read")
             self.storage_host_pool.set_from_flat_data_page(int(places[i * P]), found[key])
@@ -266,13 +268,17 @@ def test_stored_pages_come_back(controller, found):
     assert torch.equal(controller.host.kv_buffer[6:10], controller.host.kv_buffer[1:5])
 
 
-@pytest.mark.parametrize("damage", ["first bit", "last byte", "two words exchanged", "zeros", "another page"])
+@pytest.mark.parametrize(
+    "damage", ["first bit", "last byte", "top bits of two words", "two words exchanged", "zeros", "another page"]
+)
 def test_a_damaged_page_is_a_miss(controller, found, damage, caplog):
     page = found["c"]
     if damage == "first bit":
         page[0] ^= 1
     elif damage == "last byte":
         page[-1] ^= 0x80
+    elif damage == "top bits of two words":
+        page[[807, 1607]] ^= 0x80
     elif damage == "two words exchanged":
         words = page.view(torch.int64)
         different = int((words != words[0]).nonzero()[0])
@@ -291,6 +297,12 @@ def test_a_short_file_is_a_miss_and_the_pages_before_it_are_not(controller, foun
     assert controller.host.damaged_pages == 1
 
 
+def test_a_file_that_cannot_be_read_is_a_miss_and_the_pages_before_it_are_not(controller, found, caplog):
+    del found["c"]
+    assert fetch(controller, found, KEYS, [6, 7, 8, 9]) == 2
+    assert controller.host.damaged_pages == 0 and "page c of the storage cannot be read" in caplog.text
+
+
 def test_an_error_of_the_system_is_not_a_damaged_page(controller):
     """After an error of the operating system the file is kept, because it may be readable next time."""
     from sglang_kvq.sglang.hicache.storage import around_page_get
@@ -303,15 +315,20 @@ def test_an_error_of_the_system_is_not_a_damaged_page(controller):
     assert controller.host.damaged_pages == 0
 
 
-def test_a_damaged_file_is_removed(controller, found, tmp_path):
-    """If the file remained, SGLang would never write it again."""
+@pytest.mark.parametrize("more", [{}, {"enable_metadata_cache": True}], ids=["plain", "remembered"])
+def test_a_damaged_file_is_removed(controller, found, tmp_path, more):
+    """If the file remained, or SGLang remembered it, SGLang would never write it again."""
     from sglang.srt.mem_cache.hicache_storage import HiCacheFile, HiCacheStorageConfig
 
     from sglang_kvq.sglang.hicache.stores import after_create
 
     rank = dict(tp_rank=0, tp_size=1, pp_rank=0, pp_size=1, attn_cp_rank=0, attn_cp_size=1, is_mla_model=False)
     config = HiCacheStorageConfig(
-        **rank, enable_storage_metrics=False, is_page_first_layout=True, model_name="a/model-kvq-test"
+        **rank,
+        enable_storage_metrics=False,
+        is_page_first_layout=True,
+        model_name="a/model-kvq-test",
+        extra_config=more,
     )
     backend = HiCacheFile(config, str(tmp_path))
     after_create(backend, None, "file", config, controller.host)
@@ -319,9 +336,11 @@ def test_a_damaged_file_is_removed(controller, found, tmp_path):
     (damaged,) = tmp_path.glob("c_*.bin")
     damaged.write_bytes(bytes(controller.host.page.page_bytes))
     assert [backend.exists(key) for key in KEYS] == [True] * 4
+    sound = found["c"].clone()
     found["c"].zero_()
     assert fetch(controller, found, KEYS, [6, 7, 8, 9]) == 2
     assert [backend.exists(key) for key in KEYS] == [True, True, False, True]
+    assert backend.set("c", sound) and damaged.read_bytes() == sound.numpy().tobytes()
 
 
 def state(**changes) -> SimpleNamespace:
@@ -337,12 +356,14 @@ def test_names_differ_with_all_that_the_bytes_depend_on():
     from sglang_kvq.sglang.hicache.storage import format_tag
 
     tag = format_tag(state(), False)
-    assert tag.startswith("kvq1-oscar-") and len(tag) < 40, "file names have 255 characters"
+    assert tag.startswith("kvq2-oscar-") and len(tag) < 40, "file names have 255 characters"
     assert tag == format_tag(state(folder="/two"), False), "the same rotations in another folder"
+    assert format_tag(state(method="turboquant", seed=0), False) == format_tag(state(method="turboquant"), False)
     others = [
         format_tag(state(), True),
         format_tag(state(method="hadamard"), False),
         format_tag(state(method="turboquant", seed=1), False),
+        format_tag(state(method="turboquant"), False),
         format_tag(state(method="turboquant", seed=2), False),
         format_tag(state(sha="cd34"), False),
         format_tag(state(kv_heads=1), False),
