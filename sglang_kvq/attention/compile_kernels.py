@@ -48,45 +48,51 @@ def _launch_all(ops: TritonOps, step_tokens: int, kinds: Sequence[torch.Tensor |
     layers = [store.layers[0] for store in ops.pool.stores]
     for sinks in kinds:
         _run_prefills(ops, sinks)
-        for requests in _decoded(ops.max_batch):
+        for requests in _steps(ops, 1):
             _decode(ops, [layers[0], *layers], requests, sinks)
         if step_tokens > 1:
-            _verify(ops, layers, step_tokens, sinks)
+            ops.reserve_drafts(ops.max_batch, step_tokens)
+            for requests in _steps(ops, step_tokens):
+                _verify(ops, [layers[0], *layers], requests, step_tokens, sinks)
     for layer in layers:
         _quantize(ops, layer)
         if scores:
             _score(ops, layer)
 
 
-def _decoded(most: int) -> list[int]:
-    """Returns the requests of the batches that decode: plans are compiled for each power of two."""
-    return sorted({min(3, most), most, *(2**i for i in range(most.bit_length()))})
+def _steps(ops: TritonOps, drafts: int) -> list[int]:
+    """Returns numbers of requests whose steps together need every kernel that any number needs."""
+    first: dict[tuple[int, ...], int] = {}
+    for requests in range(1, ops.max_batch + 1):
+        first.setdefault(ops.step_kind(requests, drafts), requests)
+    return list(first.values())
 
 
 def _run_prefills(ops: TritonOps, sinks: torch.Tensor | None) -> None:
     """Runs one layer of each kind of records over padding, in every way to attend."""
     context = ops.pool.req_to_token.shape[1]
-    chosen, slab_pages = ops.short, ops.slab_pages
+    chosen, slab_pages, library = ops.short, ops.slab_pages, ops.prefill
     ways: list[ShortExtends | None] = [None]
     if chosen is not None:
         most = max(_NEW) * ops.geometry.gqa_group
         ways.append(replace(chosen, costs=None, least_prefix=1, most_rows_unpacked=most))
-    if ops.prefill is None:
-        ops.slab_pages = _SLAB_PAGES
     try:
-        for store in ops.pool.stores:
-            for stored, new in product(_STORED, _NEW):
-                prefix = min(stored, (context - new) // PAGE_SIZE * PAGE_SIZE)
-                for ops.short in ways if prefix > 0 else ():
-                    _prefill(ops, store.layers[0], prefix, new, sinks)
+        for ops.prefill in (None,) if library is None else (library, None):  # some batches do not suit it
+            ops.slab_pages = _SLAB_PAGES if ops.prefill is None else slab_pages
+            for store in ops.pool.stores:
+                for stored, new in product(_STORED, _NEW):
+                    prefix = min(stored, (context - new) // PAGE_SIZE * PAGE_SIZE)
+                    for ops.short in ways if prefix > 0 else ():
+                        _prefill(ops, store.layers[0], prefix, new, sinks)
     finally:
-        ops.short, ops.slab_pages = chosen, slab_pages
+        ops.short, ops.slab_pages, ops.prefill = chosen, slab_pages, library
 
 
 def _prefill(ops: TritonOps, layer: int, prefix: int, new: int, sinks: torch.Tensor | None) -> None:
     """Runs a layer for a padding request with ``prefix`` stored and ``new`` new tokens."""
     q, k, v = _projected(ops, new)
     batch = _padding(ops, prefix, new)
+    ops.keep_tokens(layer, batch.loc, k, v)
     q, k, v = ops.rotate_and_keep(layer, batch.loc, q, k, v)
     ops.rotate_output(layer, ops.extend(layer, q, k, v, batch, 1.0, sinks))
 
@@ -107,14 +113,15 @@ def _decode(ops: TritonOps, layers: list[int], requests: int, sinks: torch.Tenso
         ops.rotate_output(layer, ops.decode(layer, rotated, rows, rows + 1, 1.0, sinks))
 
 
-def _verify(ops: TritonOps, layers: list[int], count: int, sinks: torch.Tensor | None) -> None:
-    """Verifies the drafts of one padding request."""
-    q, _, _ = _projected(ops, count)
-    row = torch.zeros(1, dtype=torch.int64, device=q.device)
-    drafts = DraftBatch(row, row + count, chain(count, q.device)[None])
+def _verify(ops: TritonOps, layers: list[int], requests: int, count: int, sinks: torch.Tensor | None) -> None:
+    """Verifies the drafts of padding requests; the first layer overlaps the plan differently than later ones."""
+    q, k, v = _projected(ops, requests * count)
+    rows = torch.zeros(requests, dtype=torch.int64, device=q.device)
+    drafts = DraftBatch(rows, rows + count, chain(count, q.device).expand(requests, -1))
     ops.plan_drafts(drafts)
     for layer in layers:
-        ops.verify(layer, q, drafts, 1.0, sinks)
+        rotated = ops.rotate_and_store(layer, rows.repeat_interleave(count), q, k, v)
+        ops.verify(layer, rotated, drafts, 1.0, sinks)
 
 
 def _score(ops: TritonOps, layer: int) -> None:

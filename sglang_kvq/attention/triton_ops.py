@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import torch
+from triton import next_power_of_2
 
 from sglang_kvq.attention.base import AttentionOps, ExtendBatch, LayerRotations
 from sglang_kvq.attention.drafts import DraftBatch
@@ -28,7 +29,7 @@ from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.formats.page import PageFormat
 from sglang_kvq.kernels.decode.decode_attention import DecodeLaunch, decode, decode_launch
-from sglang_kvq.kernels.decode.merge import merge_splits
+from sglang_kvq.kernels.decode.merge import items_at_a_time, merge_splits
 from sglang_kvq.kernels.device.arguments import Stored
 from sglang_kvq.kernels.device.codes import PlaneRecord, Record, record_of
 from sglang_kvq.kernels.device.common import INTERPRETED, can_overlap
@@ -38,7 +39,7 @@ from sglang_kvq.kernels.extend.flash_attention import flash_attention, plan_tile
 from sglang_kvq.kernels.extend.gather_pages import gather_pages
 from sglang_kvq.kernels.quantize.keep_sink_tokens import restore_pages
 from sglang_kvq.kernels.quantize.quantize_pages import quantize_slots, quantize_tokens
-from sglang_kvq.kernels.quantize.rotate import Store, rotate, split_rotation
+from sglang_kvq.kernels.quantize.rotate import FEW_TOKENS, Store, rotate, split_rotation
 
 #: Most new tokens of a batch whose layers all write rotated queries, keys and values to the same buffers.
 _REUSED_TOKENS = 1024
@@ -115,7 +116,7 @@ class TritonOps(AttentionOps):
             launch or decode_launch(pool.head_dim, q_heads // pool.kv_heads, record, pool.kv_heads)
             for record in self._records
         ]
-        self._sms = 2 if INTERPRETED else torch.cuda.get_device_properties(pool.device).multi_processor_count
+        self._sms = multiprocessors(pool.device)
         # Views of each layer are made once, because host work per layer delays a prefill without CUDA graphs.
         k, v = (None if r is None else split_rotation(r) for r in (rotations.k, rotations.v))
         of_layers = (k if rotations.q is None else split_rotation(rotations.q), k, v)
@@ -169,7 +170,18 @@ class TritonOps(AttentionOps):
             return
         if old is not None:
             self._outgrown.append(old)
+            batch = max(batch, 2 * old.batch)  # so that all outgrown ones together take no more than the last one
         self._verifications[count] = Verification(self.pool, self._records, self.q_heads, self._sms, count, batch)
+
+    def step_kind(self, requests: int, drafts: int = 1) -> tuple[int, ...]:
+        """Returns numbers that two batches share if the same compiled kernels serve a step of both.
+
+        Args:
+            drafts: tokens of a request in the step; ``reserve_drafts`` was called for more than 1.
+        """
+        plans = self.plans if drafts == 1 else self._verifications[drafts].plans
+        chunks = [items_at_a_time(plan.count(requests), requests) for plan in plans]
+        return next_power_of_2(requests), requests * drafts <= FEW_TOKENS, *chunks
 
     @contextmanager
     def own_buffers(self) -> Iterator[None]:
@@ -322,7 +334,7 @@ class TritonOps(AttentionOps):
         if _LEAST_DEQUANTIZED <= tokens <= rows // 2:
             if self._graph_space is None:
                 shape = (2, rows, self.pool.kv_heads, self.pool.head_dim)
-                self._graph_space = torch.empty(shape, dtype=torch.bfloat16, device=self.pool.device)
+                self._graph_space = torch.zeros(shape, dtype=torch.bfloat16, device=self.pool.device)
             tables.append(DequantizedTables(tokens, requests, self._graph_space))
         if tokens <= _MOST_DIRECT and self.short is not None:
             launch = self.short.launch or extend_launch(self.pool.head_dim)
@@ -479,6 +491,11 @@ class TritonOps(AttentionOps):
         """Returns the destination of the keys and values of the tokens at ``loc``."""
         stored = self._layers[layer]
         return Store(stored.bf16_pages, stored.slot, self.pool.places, stored.page_slot, loc)
+
+
+def multiprocessors(device: torch.device) -> int:
+    """Returns the device's streaming multiprocessors; 2 in the interpreter."""
+    return 2 if INTERPRETED else int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def _check_formats(pool: PagePool) -> None:

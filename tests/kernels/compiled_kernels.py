@@ -15,7 +15,6 @@ from sglang_kvq.attention.base import ExtendBatch, LayerRotations
 from sglang_kvq.attention.compile_kernels import compile_kernels
 from sglang_kvq.attention.drafts import DraftBatch, chain
 from sglang_kvq.attention.fa3 import FlashAttention3
-from sglang_kvq.attention.planning.extend_costs import Geometry
 from sglang_kvq.attention.ragged import RaggedPrefill
 from sglang_kvq.attention.scores.scoring import KeyScores, plan_scoring
 from sglang_kvq.attention.triton_ops import TritonOps
@@ -28,17 +27,19 @@ from sglang_kvq.formats.planes import PlaneCode, PlaneFormat
 from tests.kernels import no_gpu
 from tests.kernels.no_gpu import compiled, forget
 
-Q_HEADS, KV_HEADS, D, PAGES, ROWS, SMS = 32, 8, 128, 300, 9, 132
+Q_HEADS, KV_HEADS, D, PAGES, ROWS, SMS = 32, 8, 128, 300, 40, 132
 #: Lengths of stored and of new tokens, and numbers of requests.
-PREFIXES, NEWS, COUNTS = [1, P, 700, 5000, 18000], [1, 7, 64, 300, 1500], [1, 1, 2, 8]
+PREFIXES, NEWS, COUNTS = [0, 1, P, 700, 5000, 18000], [1, 7, 40, 64, 100, 300, 1500], [1, 1, 2, 8, 34]
 #: Some of SGLang's sizes of CUDA graphs, and the most requests of one that holds a whole prefill.
-CAPTURED, DECODED, REQUESTS = [2048, 512, 240, 64, 4], [1500, 700, 512, 128, 96, 24, 3, 2, 1], 32
+CAPTURED, REQUESTS = [2048, 512, 240, 64, 4], 32
+#: Requests that decode together; the most is no power of two.
+DECODED = [1300, 1025, 700, 512, 198, 128, 99, 96, 66, 24, 17, 3, 2, 1]
 #: BF16 pages.
 SLOTS = 12
 #: Drafts of each request in a step that verifies some.
 DRAFTS = 5
-#: Queries, keys and values of the longest prefill, from which all prefills take their own.
-QKV = torch.zeros(max(NEWS) * max(COUNTS), Q_HEADS + 2 * KV_HEADS, D, dtype=torch.bfloat16)
+#: Queries, keys and values, from which all batches take their own.
+QKV = torch.zeros(20000, Q_HEADS + 2 * KV_HEADS, D, dtype=torch.bfloat16)
 FORMATS = {
     "oscar": [PageFormat(D, D)] * 2,
     "two widths": [PlaneFormat(D, PlaneCode((4, 3, 1, 0)), PlaneCode((2, 1, 1, 0))), PageFormat(D, D)],
@@ -62,9 +63,7 @@ def make_ops(formats: list, *, library: bool, folded: bool) -> TritonOps:
         prefill = RaggedPrefill(fa3, Q_HEADS, KV_HEADS, D, torch.device("cpu"), 64 * P)
     matrices = torch.eye(D).expand(len(formats), KV_HEADS, D, D).contiguous()
     rotations = LayerRotations(k=matrices, v=None if folded else matrices)
-    ops = TritonOps(pool, rotations, Q_HEADS, max(DECODED), prefill=prefill)
-    ops.geometry = Geometry(Q_HEADS, KV_HEADS, D, SMS)
-    return ops
+    return TritonOps(pool, rotations, Q_HEADS, max(DECODED), prefill=prefill)
 
 
 def run_layers(ops: TritonOps, batch: ExtendBatch, sinks: torch.Tensor | None) -> None:
@@ -72,6 +71,10 @@ def run_layers(ops: TritonOps, batch: ExtendBatch, sinks: torch.Tensor | None) -
     loc = batch.loc
     q, k, v = QKV[: len(loc)].split([Q_HEADS, KV_HEADS, KV_HEADS], 1)
     for layer in range(ops.pool.layers):
+        if not any(batch.prefix_lens) and batch.tables is None:  # as the backend does without stored tokens
+            ops.extend(layer, q, k, v, batch, 0.1, sinks)
+            ops.keep_tokens(layer, loc, k, v)
+            continue
         rotated = ops.rotate_and_keep(layer, loc, q, k, v)
         ops.rotate_output(layer, ops.extend(layer, *rotated, batch, 0.1, sinks))
 
@@ -111,11 +114,12 @@ def decode(ops: TritonOps, requests: int, sinks: torch.Tensor | None) -> None:
 def verify(ops: TritonOps, requests: int, sinks: torch.Tensor | None) -> None:
     """Runs a step that verifies drafts."""
     rows = zeros(requests)
-    drafts = DraftBatch(rows, rows + DRAFTS, chain(DRAFTS).expand(requests, -1).contiguous())
+    drafts = DraftBatch(rows, rows + DRAFTS, chain(DRAFTS).expand(requests, -1))
     ops.plan_drafts(drafts)
-    q = QKV[: requests * DRAFTS].split([Q_HEADS, KV_HEADS, KV_HEADS], 1)[0]
+    q, k, v = QKV[: requests * DRAFTS].split([Q_HEADS, KV_HEADS, KV_HEADS], 1)
     for layer in range(ops.pool.layers):
-        ops.verify(layer, q, drafts, 0.1, sinks)
+        rotated = ops.rotate_and_store(layer, zeros(requests * DRAFTS), q, k, v)
+        ops.verify(layer, rotated, drafts, 0.1, sinks)
 
 
 def plan(tiers: TritonTierManager, draw: random.Random) -> None:
@@ -161,6 +165,7 @@ def main() -> None:
     no_gpu.install()
     triton_ops.INTERPRETED = True  # only lets the operations start without a GPU
     triton_ops.can_overlap = lambda device: True
+    triton_ops.multiprocessors = lambda device: SMS
     for name, formats in FORMATS.items():
         for library in (True, False):
             for folded in (True, False):
@@ -173,16 +178,19 @@ def main() -> None:
                 print(f"{name}, at startup: {' '.join(compiled)}")
                 compiled.clear()
                 draw, sinks = random.Random(3), None if kind is None else torch.zeros(Q_HEADS, dtype=kind)
-                for tokens in CAPTURED:
-                    capture(ops, tokens, sinks)
                 for requests in DECODED:
                     decode(ops, requests, sinks)
-                verify(ops, 1, sinks)  # SGLang's captures compile the small plans of larger batches
-                for _ in range(60):
-                    lens = [(draw.choice(PREFIXES), draw.choice(NEWS))] * draw.choice(COUNTS)
+                    verify(ops, requests, sinks)
+                for n in range(90):
+                    count = draw.choice(COUNTS)
+                    lens = [(draw.choice(PREFIXES[: 1 + n % 6]), draw.choice(NEWS[: 1 + n % 7])) for _ in range(count)]
+                    while sum(new for _, new in lens) > len(QKV):
+                        lens.pop()
                     prefill(ops, lens, sinks)
                     plan(tiers, draw)
                     score(ops, draw)
+                for tokens in CAPTURED:
+                    capture(ops, tokens, sinks)
                 print(f"{name}, later: {' '.join(compiled)}")
                 forget()
 

@@ -113,6 +113,8 @@ class Model:
             around_capture_one(sglangs, self.runner, self.key, self.forward)
         else:
             sglangs(self.runner, self.key, self.forward)
+        if self.ops._graph_space is not None:
+            self.ops._graph_space.fill_(torch.nan)  # no result may depend on rows that no batch has written
 
     def plan(self, rows: list[int], stored: list[int], new: list[int]) -> None:
         """Fills the buffers that SGLang fills and plans the batch."""

@@ -108,10 +108,19 @@ def test_every_query_meets_every_key_once(seed):
     lens = [
         (draw.choice([0, 1, 64, 127, draw.randrange(9000)]), draw.randint(1, 300)) for _ in range(draw.randint(1, 9))
     ]
+    check_calls(lens, capacity, draw.choice([1, 2, 5, 100]), in_place)
+
+
+def test_pages_that_are_not_whole_may_exceed_the_workspace():
+    """Streaming sessions continue within a page: here the whole pages leave room for the new tokens, but no more."""
+    check_calls([(5 * PAGE_SIZE + 63, 5)] * 6 + [(4 * PAGE_SIZE + 63, 5)] * 8, 64 * PAGE_SIZE, 100, 1)
+
+
+def check_calls(lens, capacity, least_tiles, in_place):
     prefix, new = zip(*lens)
     seen: list[list] = [[] for _ in range(sum(new))]
     starts = [sum(new[:i]) for i in range(len(new))]
-    for call in plan_calls(list(prefix), list(new), capacity, draw.choice([1, 2, 5, 100]), in_place):
+    for call in plan_calls(list(prefix), list(new), capacity, least_tiles, in_place):
         begin, end = call.q
         size = sum(call.kv_lens)
         assert sum(call.q_lens) == end - begin

@@ -56,6 +56,16 @@ def verify(
     return ops.verify(layer, q, drafts, scale, sinks)
 
 
+def test_batches_that_grow_one_by_one_keep_little_memory():
+    """Buffers that a CUDA graph may hold are kept, but growing must not keep those of every size."""
+    ops, _ = scene_of(HEADS[0], 4).ops(max_batch=2)
+    for batch in range(1, 40):
+        rows = torch.zeros(batch, dtype=torch.int64, device=DEVICE)
+        ops.plan_drafts(DraftBatch(rows, rows + 4, chain(4, DEVICE).expand(batch, -1)))
+    kept = sum(old.batch for old in ops._outgrown)
+    assert len(ops._outgrown) < 7 and kept < ops._verifications[4].batch, [old.batch for old in ops._outgrown]
+
+
 def assert_verified(scene: Scene, count: int, tree: bool) -> None:
     ops, reference = scene.ops(max_batch=len(scene.rows))
     drafts, q = drafts_of(scene, count, tree), scene.queries(len(scene.rows) * count)

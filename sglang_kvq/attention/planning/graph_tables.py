@@ -16,6 +16,9 @@ from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.kernels.extend import gather_pages
 from sglang_kvq.kernels.extend.extend_attention import FIELDS, ExtendLaunch, Item, most_items, plan_extend
 
+#: Rows behind a call's last key that a library may read as values: at most a tile of keys of FlashAttention 3.
+_READ_BEHIND = 256
+
 
 @dataclass(frozen=True)
 class PlannedExtend:
@@ -121,6 +124,12 @@ class DequantizedTables(GraphTables):
         self.space = space
         self.pages, self.positions, *bounds = self._tables
         self.bounds = bounds[0], bounds[1]
+
+    def fill(self, rows: torch.Tensor, prefix_lens: list[int], new_lens: list[int]) -> None:
+        """Replaces the batch. The library multiplies values behind the last key by 0, so they must be finite."""
+        super().fill(rows, prefix_lens, new_lens)
+        end = sum(prefix_lens) + self.tokens
+        self.space[:, end : end + _READ_BEHIND].zero_()
 
     def hold(self, prefix_lens: list[int]) -> bool:
         """Returns whether the stored pages of a batch are few enough."""

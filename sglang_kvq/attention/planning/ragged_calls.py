@@ -154,7 +154,8 @@ def _plan_group(request: int, prefix: np.ndarray, new: np.ndarray, query: int, c
             start = prefix
             break
         pages = (prefix - start) // PAGE_SIZE
-        rounds = -(-(int(pages.sum()) - room // PAGE_SIZE) // (capacity // PAGE_SIZE))
+        # At least one, because the parts of pages at the prefixes' ends may exceed the room that whole pages leave.
+        rounds = max(-(-(int(pages.sum()) - room // PAGE_SIZE) // (capacity // PAGE_SIZE)), 1)
         share = _shares(pages, rounds, room // PAGE_SIZE, capacity // PAGE_SIZE)
         for _ in range(rounds):
             end = start + share * PAGE_SIZE
@@ -169,7 +170,7 @@ def _plan_group(request: int, prefix: np.ndarray, new: np.ndarray, query: int, c
 def _shares(pages: np.ndarray, rounds: int, room: int, capacity: int) -> np.ndarray:
     """Returns how many pages of each prefix each of ``rounds`` calls reads; about ``room`` pages remain in total."""
     total = int(pages.sum())
-    most = -(-(total - room) // rounds)
+    most = max(-(-(total - room) // rounds), 1)
     share = np.minimum(-(-pages * most // total), pages // rounds)
     return share if share.sum() <= capacity else pages * most // total
 

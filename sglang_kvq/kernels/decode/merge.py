@@ -21,6 +21,14 @@ _MOST = 256
 _IN_PREFILL = 16
 
 
+def items_at_a_time(items: int, batch: int) -> int:
+    """Returns how many partial results a program reads at a time in a step; each number is a kernel of its own.
+
+    It is the number of a request's items if all requests are equally long. One with more takes several iterations.
+    """
+    return min(_MOST, triton.next_power_of_2(-(-items // batch)))
+
+
 def merge_splits(
     out: torch.Tensor,
     partial: torch.Tensor,
@@ -41,8 +49,7 @@ def merge_splits(
         sinks: float ``[q_heads]``; None for none.
     """
     batch, heads, d = out.shape
-    # The items of a request if all have equal length; a request with more items takes several iterations.
-    chunk = min(_MOST, triton.next_power_of_2(-(-len(partial) // batch))) if least == 1 else _IN_PREFILL
+    chunk = items_at_a_time(len(partial), batch) if least == 1 else _IN_PREFILL
     columns = triton.next_power_of_2(d)
     if chunk > 16:  # few rows: spread each over several programs
         columns = min(columns, 32)

@@ -20,6 +20,8 @@ from sglang_kvq.kernels.device.launch import Constants, start_kernel
 from sglang_kvq.kernels.device.shape import shape_of
 
 _TOKENS = 64  # rows of a tile, for every batch: a token's codes must not depend on its neighbors
+#: Up to so many tokens latency dominates. Then more programs load less each.
+FEW_TOKENS = 4 * _TOKENS
 
 
 def split_rotation(rotation: torch.Tensor) -> torch.Tensor:
@@ -79,7 +81,7 @@ def rotate(
     out = tuple([y if r is None else _result(y, given) for y, r, given in zip(x, rotations, space)])
     matrices = tuple([0 if r is None else r.shape[1] for r in rotations])
     means = 0 if mean is None else mean.shape[0]
-    how = _how(q_heads, kv_heads, d, tokens <= 4 * _TOKENS, matrices, means, store is not None, keep, overlap)
+    how = _how(q_heads, kv_heads, d, tokens <= FEW_TOKENS, matrices, means, store is not None, keep, overlap)
     if tokens == 0 or how is None:
         return out
     first, programs, constants = how
@@ -104,8 +106,7 @@ def _how(
     are skipped, or only copied to the BF16 pages.
 
     Args:
-        few: at most four tiles of tokens. Latency dominates then, and more programs load less each. A column's bits do
-            not depend on the block.
+        few: at most ``FEW_TOKENS``. A column's bits do not depend on the block.
         matrices: how many matrices rotate q, k and v; means: how many vectors are subtracted from keys.
     """
     busy = [matrices[0] > 0, matrices[1] > 0 or stores, matrices[2] > 0 or stores]

@@ -131,7 +131,9 @@ class KVQuantBackend(AttentionBackend):
         self.decoding = None
         if prefills < len(new):
             here = slice(len(own), tokens)
-            self.decoding = Decoding(rows[prefills:], seq_lens[prefills:], loc[here], here)
+            # Copies, because kernels are compiled for tensors that begin at multiples of 16 bytes.
+            own_rows, own_lens = rows[prefills:].clone(), seq_lens[prefills:].clone()
+            self.decoding = Decoding(own_rows, own_lens, loc[here].clone(), here)
         ids = own[direct] // PAGE_SIZE if pages.size else direct  # short prompts have none
         self.direct_pages = self.tiers.plan_extend(rows, prefix_lens, seq_lens, longest, ids)
 

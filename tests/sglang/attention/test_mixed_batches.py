@@ -29,7 +29,12 @@ class CountingOps(StrictOps):
         self.extended.append((batch.rows.tolist(), batch.prefix_lens, batch.new_lens))
         return super().extend(layer, q, k, v, batch, scale, sinks, out)
 
+    def rotate_and_store(self, layer, loc, q, k, v):
+        assert loc.data_ptr() % 16 == 0, "another kernel than that of plain steps would be compiled"
+        return super().rotate_and_store(layer, loc, q, k, v)
+
     def plan_attention(self, rows, seq_lens):
+        assert rows.data_ptr() % 16 == seq_lens.data_ptr() % 16 == 0, "another kernel than that of plain steps"
         self.planned.append((rows.tolist(), seq_lens.tolist()))
 
     def decode(self, layer, q, rows, seq_lens, scale, sinks=None):
