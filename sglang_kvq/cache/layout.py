@@ -117,7 +117,8 @@ class MemoryLayout:
         """Returns how many requests of ``context`` tokens fit in a plain BF16 cache of equal size, and in this one."""
         ours = self.tokens // context
         if self.arena is not None and self.windows is not None:
-            ours = _requests(self.arena, self.windows.least, self.windows.spare, -(-context // PAGE_SIZE))
+            pages = -(-context // PAGE_SIZE)
+            ours = 0 if pages > self.pages else _requests(self.arena, self.windows.least, self.windows.spare, pages)
         return self.bf16_tokens // context, min(ours, self.max_requests)
 
     @property
@@ -237,14 +238,14 @@ def share(
     least, more = windows.needed(1), windows.wanted(8 if wanted is None else wanted)
     slots = for_pages + max(least + 1, min(affordable - for_pages, more))
     arena = Arena(page, slot, slots, pages)
-    most, whole = (_requests(arena, each, windows.spare, 1) for each in (windows.least, windows.whole))
+    most, whole = (max(_requests(arena, each, windows.spare, 1), 1) for each in (windows.least, windows.whole))
     return MemoryLayout(geometry, pages, slots, most, whole, arena, windows)
 
 
 def _requests(arena: Arena, slots: int, spare: int, pages: int) -> int:
     """Returns how many requests fit in a shared memory, if each has ``slots`` BF16 pages and ``pages`` pages."""
     of_slot = arena.page_bytes / arena.slot_bytes
-    return max(int((arena.slots - spare - of_slot) / (slots + pages * of_slot)), 1)
+    return max(int((arena.slots - spare - of_slot) / (slots + pages * of_slot)), 0)
 
 
 def fit_shared(config: KVQuantConfig, geometry: KVGeometry, budget_bytes: int, batch: int) -> MemoryLayout:

@@ -12,6 +12,9 @@ from typing import Any
 
 from sglang_kvq.errors import KVQuantError
 
+#: Bytes at the end of a file that tell two files of weights apart.
+_END = 64 << 10
+
 
 def read(path: Path) -> dict[str, Any]:
     """Reads a JSON object.
@@ -37,8 +40,42 @@ def digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 
+def model_identity(model: str) -> str:
+    """Returns a text that differs for different models: a hub name, or a folder's name and a hash of its content.
+
+    The hash covers the config, and the size and the last bytes of each file of weights: fine-tuned models may differ in
+    nothing else.
+    """
+    folder = Path(model)
+    if not folder.is_dir():
+        return model
+    config = folder / "config.json"
+    weights = [(path.name, path.stat().st_size, _end(path)) for path in sorted(folder.glob("*.safetensors"))]
+    return f"{folder.resolve().name} {digest([config.read_text() if config.exists() else '', weights])}"
+
+
+def _end(path: Path) -> str:
+    """Returns a hash of a file's last ``_END`` bytes."""
+    with path.open("rb") as file:
+        file.seek(max(path.stat().st_size - _END, 0))
+        return hashlib.sha256(file.read()).hexdigest()
+
+
 def write_whole(path: Path, write: Callable[[Any], None], mode: str = "w") -> None:
-    """Creates or replaces a file atomically: whole or not at all, however the process ends."""
+    """Creates or replaces a file atomically: whole or not at all, however the process ends.
+
+    Raises:
+        KVQuantError: the system does not let it be written; names the file.
+    """
+    try:
+        _write_whole(path, write, mode)
+    except OSError as error:
+        raise KVQuantError(
+            f"{path}: cannot be written: {error.strerror or error}. Free some space, or choose another folder."
+        ) from error
+
+
+def _write_whole(path: Path, write: Callable[[Any], None], mode: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:

@@ -75,6 +75,7 @@ class Runner:
             if not tasks:
                 self.display.say(f"{spec.label}: skipped: no requested task can be measured with this chunk size")
             elif not open_tasks:
+                self.store.forget_failure(spec.slug)
                 self.display.say(f"{spec.label}: already measured")
             else:
                 jobs.append((spec, identity, open_tasks))
@@ -162,18 +163,18 @@ class Runner:
                 retries = client.retries
                 outcome = task.run(client, bench)
                 retries = client.retries - retries
+                if retries:
+                    outcome.warnings.append(f"{retries} requests sent again after their connection failed")
+                source = dict(zip(("commit", "dirty"), provenance.commit()))
+                self.store.save(slug, task.name, {**identity, "task": task.identity()}, outcome, source)
             except Exception as error:  # any error is recorded, and the other tasks and methods continue
                 if self._stop.is_set():
                     return
                 message = provenance.without_paths(str(error) if isinstance(error, KVQuantError) else repr(error))
-                self.store.save_error(slug, task.name, message)
+                with contextlib.suppress(KVQuantError):  # the disk may be full; the message is printed in any case
+                    self.store.save_error(slug, task.name, message)
                 self._failed(f"{label}, {task.name}", message)
                 continue
-            if retries:
-                outcome.warnings.append(f"{retries} requests sent again after their connection failed")
-            whole = {**identity, "task": task.identity()}
-            source = dict(zip(("commit", "dirty"), provenance.commit()))
-            self.store.save(slug, task.name, whole, outcome, source)
             spread = "" if outcome.se is None else f" ± {outcome.se:.4f}"
             self.display.say(f"{label}: {task.name} = {outcome.value:.4f}{spread} (n = {outcome.n})")
             for warning in outcome.warnings:
@@ -202,9 +203,10 @@ class Runner:
 
     def _server_failed(self, spec: MethodSpec, reason: str, log: str) -> None:
         message = provenance.without_paths(reason)
-        if not (self.store.runs(spec.slug) / "server.json").exists():
-            self.store.save_server(spec.slug, {"label": spec.label, **spec.calibration()})
-        self.store.save_error(spec.slug, "server", message, log)
+        with contextlib.suppress(KVQuantError):  # as above
+            if not (self.store.runs(spec.slug) / "server.json").exists():
+                self.store.save_server(spec.slug, {"label": spec.label, **spec.calibration()})
+            self.store.save_error(spec.slug, "server", message, log)
         self._failed(spec.label, message)
 
     def _failed(self, what: str, message: str) -> None:
@@ -242,8 +244,8 @@ def server_identity(url: str, label: str) -> tuple[dict[str, Any], ServerFacts]:
     facts = Client(url).facts
     record = server_record(facts)
     # Pool sizes depend on the free memory at start; they do not affect values.
-    names = ("version", "model_path", "kv_cache_dtype", "chunk", "method", "allocated_bits")
-    fixed = {name: record[name] for name in names}
+    names = ("version", "kv_cache_dtype", "chunk", "method", "allocated_bits")
+    fixed = {"model_path": facts.model_path, **{name: record[name] for name in names}}
     kept = ("rotations", "clip_k", "clip_v", "sink_tokens", "recent_tokens", "prefill_window", "seed", "sha256")
     fixed["kv_quant"] = {name: (record["kv_quant"] or {}).get(name) for name in kept}
     return {"label": label, "server": digest(fixed), "method": record["method"]}, facts

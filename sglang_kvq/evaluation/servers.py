@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_kvq.evaluation import provenance
+from sglang_kvq.evaluation.files import model_identity
 from sglang_kvq.evaluation.specs import MethodSpec, names
 from sglang_kvq.server_process import ServerFailed, ServerProcess, free_port
 
@@ -45,7 +46,12 @@ class Launch:
 
     def identity(self, spec: MethodSpec) -> dict[str, Any]:
         """Returns the settings that determine values, without paths."""
-        return {**spec.identity(), "flags": [provenance.without_paths(word) for word in self._shared(spec)]}
+        model = model_identity(self.model)
+        return {
+            "model": model,
+            **spec.identity(),
+            "flags": [provenance.without_paths(word) for word in self._shared(spec)],
+        }
 
     def _shared(self, spec: MethodSpec) -> tuple[str, ...]:
         """Returns the flags that the spec does not set itself."""

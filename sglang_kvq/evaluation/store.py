@@ -61,6 +61,10 @@ class Store:
         write_json(self.runs(slug) / "server.json", facts)
         (self.runs(slug) / "server.error.json").unlink(missing_ok=True)
 
+    def forget_failure(self, slug: str) -> None:
+        """Forgets that a method's server failed, once all of its tasks are measured."""
+        (self.runs(slug) / "server.error.json").unlink(missing_ok=True)
+
     def methods(self) -> dict[str, dict[str, dict[str, Any]]]:
         """Returns all files of the folder: per method, by name (``server``, ``kl``, ``kl.error``, ...)."""
         found = {}

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_kvq.errors import KVQuantError, first_line
+from sglang_kvq.rotations.calibration.model_files import weight_files
 
 #: Bytes of an element of each stored dtype in a server that runs in bfloat16; other dtypes take one byte.
 _ELEMENT = {"F64": 2, "F32": 2, "F16": 2, "BF16": 2, "I64": 8, "U64": 8, "I32": 4, "U32": 4, "I16": 2, "U16": 2}
@@ -58,7 +59,7 @@ def find_weights(path: str, hf_config: Any, *, trust_remote_code: bool = False) 
     folder = Path(path)
     if not folder.is_dir():
         return _sum(_on_hub(path), "headers on the hub")
-    files = sorted(folder.glob("*.safetensors"))
+    files = weight_files(folder)
     if files:
         return _sum(_in_files(files), "headers of its files")
     return _sum(_by_config(path, hf_config, trust_remote_code), "its config, in bfloat16")

@@ -182,7 +182,7 @@ class SessionStore:
         for session in list(self._sessions.values()):
             if self.clock() - session.used <= self.idle_seconds:
                 break
-            if not session.answering:
+            if not _is_busy(session):
                 self._drop(session)
                 self.expired += 1
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from sglang_kvq import KVQuantConfig, KVQuantError
-from sglang_kvq.cache.layout import KVGeometry, bf16_slots, divide
+from sglang_kvq.cache.layout import KVGeometry, bf16_slots, divide, fit_shared
 from sglang_kvq.formats.page import PageFormat
 
 QWEN3_8B = KVGeometry(8, (PageFormat(128, 128),) * 36)
@@ -86,6 +86,12 @@ def test_requests_are_limited_by_tokens_and_by_windows():
     long, short = layout.requests_at(32768), layout.requests_at(64)
     assert long == (layout.bf16_tokens // 32768, layout.tokens // 32768) and long[1] > 6 * long[0]
     assert short == (layout.bf16_tokens // 64, layout.max_requests)
+
+
+def test_a_context_beyond_the_cache_fits_no_request():
+    layout = fit_shared(KVQuantConfig("oscar"), QWEN3_8B, 3 * GIB, 8192)
+    assert layout.requests_at(layout.tokens)[1] == 1
+    assert layout.requests_at(layout.tokens + 1)[1] == 0 and layout.requests_at(1 << 20)[1] == 0
 
 
 def test_requests_that_may_lose_recent_pages_are_more():

@@ -20,8 +20,8 @@ SMALL = "--kl-lengths 200x3 --kl-first 50"
 FAKE = f"{sys.executable} {Path(__file__).with_name('fake_server.py')}"
 
 
-def words(text: Path, out: Path, *more: str, command: str = FAKE) -> list[str]:
-    settings = f"--model models/Fake-1B --text {text} {SMALL} --kl-top 16 --start-timeout 60 --out {out}".split()
+def words(text: Path, out: Path, *more: str, command: str = FAKE, model: str | Path = "models/Fake-1B") -> list[str]:
+    settings = f"--model {model} --text {text} {SMALL} --kl-top 16 --start-timeout 60 --out {out}".split()
     return [*settings, "--server-command", command, *more]
 
 
@@ -130,6 +130,18 @@ def test_other_settings_are_refused_or_measured_again(text, tmp_path):
         main(words(text, out, "--methods", "none", "--", "--some", "flag"))
     assert main([*words(text, out, "--methods", "none"), "--kl-first", "60", "--overwrite"]) == 0
     assert json.loads((out / "runs/none/kl.json").read_text())["identity"]["task"]["first"] == 60
+
+
+def test_results_of_another_model_are_refused(text, tmp_path):
+    """Two checkpoints may have one name, one config and files of one size."""
+    out, models = tmp_path / "out", [tmp_path / name / "fake-1b" for name in "ab"]
+    for number, model in enumerate(models):
+        model.mkdir(parents=True)
+        (model / "config.json").write_text("{}")
+        (model / "model.safetensors").write_bytes(bytes([number]) * 100)
+    assert main(words(text, out, "--methods", "int2", model=models[0])) == 0
+    with pytest.raises(KVQuantError, match=r"was measured with other settings \(model: "):
+        main(words(text, out, "--methods", "int2", model=models[1]))
 
 
 def test_many_servers_at_once(text, tmp_path, humaneval, gsm8k):

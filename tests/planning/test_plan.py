@@ -248,7 +248,12 @@ def test_weights_are_counted_as_served(tmp_path):
         "model.layers.0.mlp.experts.0.up_proj.weight": torch.zeros(16, dtype=torch.uint8),
     }
     save_file(tensors, tmp_path / "model.safetensors")
-    assert find_weights(str(tmp_path), None) == Weights(64 + 64 + 16, 16, 64, "headers of its files")
+    counted = Weights(64 + 64 + 16, 16, 64, "headers of its files")
+    assert find_weights(str(tmp_path), None) == counted
+    save_file({"tok_embeddings.weight": torch.zeros(8, 4)}, tmp_path / "consolidated.safetensors")  # the same once more
+    index = {"weight_map": dict.fromkeys(tensors, "model.safetensors")}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert find_weights(str(tmp_path), None) == counted
     (tmp_path / "model.safetensors").write_bytes(b"no header")
     with pytest.raises(KVQuantError, match="model.safetensors: damaged .*. Download it again"):
         find_weights(str(tmp_path), None)

@@ -66,6 +66,18 @@ def test_a_session_is_not_idle_while_it_answers() -> None:
     assert store.of("t") == []
 
 
+def test_a_session_is_not_idle_while_its_next_turn_is_prepared() -> None:
+    clock = Clock()
+    store = SessionStore(9, 60, clock)
+    session = store.use("t", "a")
+    with store.preparing(session):
+        clock.now += 61
+        store.expire()
+        assert store.holds(session) and store.expired == 0
+    store.expire()
+    assert not store.holds(session)
+
+
 def test_a_session_forgotten_while_it_answers_stays_forgotten() -> None:
     store = SessionStore(9, 60, Clock())
     with store.answering(store.use("t", "a")):

@@ -96,9 +96,11 @@ def conversation(examples: list[dict[str, Any]], question: str) -> list[dict[str
 def final_number(text: str) -> Decimal | None:
     """Returns the number after the first ``####`` (the data set's convention), else the last number.
 
-    The first ``####`` counts because a few-shot model may go on to further problems after its answer.
+    The first ``####`` counts because a few-shot model may go on to further problems after its answer. One with nothing
+    but the number on its line goes first, because chat models also write headings like ``#### 1. Eggs sold``.
     """
-    marked = re.search(rf"####\s*({_NUMBER})", text)
+    number = rf"####\s*({_NUMBER})"
+    marked = re.search(rf"{number}[.*]*\s*$", text, re.MULTILINE) or re.search(number, text)
     found = [marked.group(1)] if marked else re.findall(_NUMBER, text)
     if not found:
         return None

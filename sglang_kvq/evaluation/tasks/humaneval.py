@@ -17,7 +17,7 @@ from sglang_kvq.evaluation.tasks.problems import read_json_lines, score
 #: Strings that end a completed function: those of the paper's section 2.1, a code fence and an assertion.
 STOP = ("\nclass ", "\ndef ", "\n#", "\nif ", "\nprint", "\n```", "\nassert ")
 #: One slot per core, shared by all servers: more programs would share cores, and could exceed their wall-clock limit.
-_CORES = threading.Semaphore(max(1, os.cpu_count() or 1))
+_CORES = threading.Semaphore(len(os.sched_getaffinity(0)))
 
 
 @dataclass(frozen=True)

@@ -93,14 +93,15 @@ class KLTask:
     # -- measuring ----------------------------------------------------------------------------------------
 
     def record_reference(self, client: Client, bench: Bench) -> None:
-        """Stores the distributions that all methods are compared with, unless they are already stored."""
+        """Stores the distributions that all methods are compared with.
+
+        Stored ones are replaced, because the server may have other settings than theirs.
+        """
 
         def record(context: tuple[int, int, list[int]]) -> None:
             length, _, ids = context
-            key = self._key(length, ids)
-            if bench.material.load("reference", key) is None:
-                found = Distributions.from_meta(client.prompt_logprobs(ids, self.first, self.top))
-                bench.material.store("reference", key, asdict(found))
+            found = Distributions.from_meta(client.prompt_logprobs(ids, self.first, self.top))
+            bench.material.store("reference", self._key(length, ids), asdict(found))
 
         bench.map(record, self.draw(client, bench))
 

@@ -23,6 +23,8 @@ ASK = "Solve the problem step by step. Put the final answer within \\boxed{}.\n\
 GENERATED = 240
 MOST = 10_000
 _NUMBER = r"[-+]?\$?\d[\d,]*(?:\.\d+)?(?:\s*/\s*\d+)?"
+#: Longer answers, such as a digit repeated without end, are no numbers.
+_LONGEST = 1000
 
 
 @dataclass(frozen=True)
@@ -107,6 +109,8 @@ def plain(answer: str) -> str:
 
 def number(answer: str) -> Fraction | None:
     """Returns an answer's value if it is an integer, a decimal, ``a/b`` or ``\\frac{a}{b}``."""
+    if len(answer) > _LONGEST:
+        return None
     text = plain(answer)
     text = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", text)
     fraction = re.fullmatch(r"([-+]?)\\frac\{([-+]?\d+)\}\{([-+]?\d+)\}", text)

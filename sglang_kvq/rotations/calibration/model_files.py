@@ -83,7 +83,7 @@ def check_files(folder: Path) -> None:
         raise KVQuantError(f"{folder}: no {_CONFIG} in this folder. Give the folder of a model, or a hub id ORG/NAME.")
     for path in sorted(folder.glob("*.json")):
         _check_json(path)
-    weights = _shards(folder) or sorted(folder.glob("*.safetensors"))
+    weights = weight_files(folder)
     for path in weights:
         _tensors(path)
     for path in [] if weights else sorted(folder.glob("*.bin")):
@@ -94,11 +94,16 @@ def check_files(folder: Path) -> None:
 
 def check_codes(path: str, folder: Path) -> None:
     """Refuses weights of 8 bits or less in a checkpoint whose config names no quantization."""
-    for file in _shards(folder) or sorted(folder.glob("*.safetensors")):
+    for file in weight_files(folder):
         for name, (dtype, shape) in _tensors(file).items():
             # Old checkpoints have masks of bytes, called ``bias``.
             if dtype in _CODES and len(shape) > 1 and not name.endswith("bias"):
                 raise unread(path, f"{dtype} codes ({name} in {file.name}), and no method is named")
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Returns a folder's safetensors files: those of the index, or all. Some models ship their weights twice."""
+    return _shards(folder) or sorted(folder.glob("*.safetensors"))
 
 
 def _shards(folder: Path) -> list[Path]:

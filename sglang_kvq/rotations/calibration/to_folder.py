@@ -115,4 +115,5 @@ def _continues(kept: Path) -> str:
 
 def partial_folder(output: Path) -> Path:
     """Returns the folder in which an interrupted run for ``output`` keeps its sums."""
+    output = output.resolve()
     return output.with_name(f"{output.name}.partial")

@@ -44,6 +44,8 @@ SPECTRA = ("k_eigenvalues", "v_eigenvalues")
 _FileStamps = tuple[tuple[Path, int, int], ...]
 
 _NO_ROTATIONS = "Make them with `kvq calibrate MODEL`, or use --kv-quant hadamard, which needs none."
+#: Files that a folder may hold beside rotations and still be replaced.
+_BESIDE = (CONFIG_FILE, "README.md", ".gitattributes")
 
 
 def load_rotations(
@@ -147,11 +149,13 @@ def convert_rotations(
 def new_folder(folder: str | Path, *, overwrite: bool) -> Iterator[Path]:
     """Yields a temporary folder next to ``folder``; renames it to ``folder`` if the block succeeds, else deletes it.
 
+    A folder that is replaced exists until the new one has its name.
+
     Raises:
         KVQuantError: ``folder`` exists, and may not or must not be replaced; or it cannot be written.
     """
-    folder = Path(folder)
-    check_output(folder, overwrite=overwrite)
+    check_output(Path(folder), overwrite=overwrite)
+    folder = Path(folder).resolve()
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
@@ -160,13 +164,30 @@ def new_folder(folder: str | Path, *, overwrite: bool) -> Iterator[Path]:
     try:
         yield temporary
         temporary.chmod(0o755)  # mkdtemp makes it private
-        if folder.is_dir():
-            shutil.rmtree(folder)
-        temporary.rename(folder)
+        _replace(folder, temporary)
     except (OSError, SafetensorError, RuntimeError) as error:  # torch raises RuntimeError, for a full disk too
         raise _unwritable(folder, error) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _replace(folder: Path, new: Path) -> None:
+    """Gives ``new`` the name ``folder``, and then deletes the folder that had this name."""
+    old = new.with_name(f"{new.name}.old")
+    if folder.is_dir():
+        folder.rename(old)
+    try:
+        new.rename(folder)
+    except BaseException:
+        if old.exists():
+            old.rename(folder)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _is_rotation_file(path: Path) -> bool:
+    rotation = path.suffix in (".safetensors", ".pt") and "rotation" in path.name
+    return path.is_file() and (rotation or path.name in _BESIDE)
 
 
 def check_output(folder: Path, *, overwrite: bool) -> None:
@@ -176,14 +197,12 @@ def check_output(folder: Path, *, overwrite: bool) -> None:
             return
         if not overwrite:
             raise KVQuantError(f"{folder} exists. Choose another --output, or pass --overwrite to replace it.")
-        held = [path.name for path in folder.iterdir()]
+        others = sorted(path.name for path in folder.iterdir() if not _is_rotation_file(path))
     except OSError as error:
         raise _unwritable(folder, error) from error
-    if held and not any(
-        path.suffix in (".safetensors", ".pt") and "rotation" in path.name for path in folder.iterdir()
-    ):
+    if others:
         raise KVQuantError(
-            f"{folder}: --overwrite replaces folders of rotations only, and this one holds {held[0]}. Choose another "
+            f"{folder}: --overwrite replaces folders of rotations only, and this one holds {others[0]}. Choose another "
             "--output."
         )
 

@@ -23,7 +23,7 @@ from sglang_kvq.errors import KVQuantError, unknown
 from sglang_kvq.formats.record import RecordFormat
 from sglang_kvq.methods import METHOD_NAMES, RotationKind, get_method
 from sglang_kvq.rotations.calibration.eligible import needs_code, why_not
-from sglang_kvq.rotations.calibration.model_files import find_model
+from sglang_kvq.rotations.calibration.model_files import find_model, weight_files
 from sglang_kvq.rotations.identity import cached_layers, unapplied_window
 from sglang_kvq.rotations.resolve import locate_rotations, resolve_formats, resolve_rotations
 from sglang_kvq.rotations.storage.registry import HubLocation
@@ -371,7 +371,7 @@ def weight_bytes(model: ModelConfig) -> int | None:
     """Returns the bytes of a model's safetensors, from a folder's files or the hub's index; None if unknown."""
     folder = Path(model.model_path)
     if folder.is_dir():
-        return sum(path.stat().st_size for path in folder.glob("*.safetensors")) or None
+        return sum(path.stat().st_size for path in weight_files(folder)) or None
     from transformers.utils.hub import cached_file
 
     index = cached_file(

@@ -121,12 +121,8 @@ def _fold(tree: PrefixCache, req: Req, fold: Fold) -> str | None:
     want = (tiers.pool.layers, tiers.pool.kv_heads, fold.kept)
     if tokens.shape != want or tokens.dtype != torch.int64:
         raise KVQuantError(f"chosen tokens {tokens.dtype} {list(tokens.shape)}: must be int64 {list(want)}.")
-    with _frees_at_once(tree.token_to_kv_pool_allocator) as allocator:
-        if (missing := fold.kept - allocator.available_size()) > 0:
-            from sglang.srt.mem_cache.base_prefix_cache import EvictParams
-
-            tree.evict(EvictParams(num_tokens=missing))  # the request's own prefix is locked
-        own = allocator.alloc(fold.kept)
+    with _frees_at_once(tree.token_to_kv_pool_allocator):
+        own = tree_keys.allocate(tree, fold.kept)  # the request's own prefix is locked
     if own is None:
         return f"no room for the {fold.kept} tokens of a fold"
     row = req.req_pool_idx if _OLD else req.kv.req_pool_idx

@@ -174,15 +174,7 @@ def _room(tree: PrefixCache, node: Any, history: int, copies: int) -> torch.Tens
         )
     lock = tree_keys.lock(tree, node)
     try:
-        missing = copies - allocator.available_size()
-        if missing > tree.evictable_size():
-            return None
-        if missing > 0:
-            from sglang.srt.mem_cache.base_prefix_cache import EvictParams
-
-            tree.evict(EvictParams(num_tokens=missing))
-        locations: torch.Tensor | None = allocator.alloc(copies)
-        return locations
+        return tree_keys.allocate(tree, copies)
     finally:
         tree_keys.unlock(tree, lock)
 

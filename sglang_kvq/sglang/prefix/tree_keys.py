@@ -57,3 +57,24 @@ def insert(tree: PrefixCache, key: Any, locations: torch.Tensor) -> None:
     result = tree.insert(InsertParams(key=key, value=locations.long()))
     if _OLD and result.prefix_len:  # newer trees free the duplicates themselves
         tree.token_to_kv_pool_allocator.free(locations[: result.prefix_len])
+
+
+def allocate(tree: PrefixCache, tokens: int) -> torch.Tensor | None:
+    """Allocates whole pages, and evicts cached prefixes for them; locked ones stay.
+
+    Returns:
+        Token locations, int64 ``[tokens]``; None, with nothing evicted, while running requests leave too few.
+    """
+    from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+
+    allocator, evictable = tree.token_to_kv_pool_allocator, tree.evictable_size()
+    if (room := getattr(allocator, "room", None)) is not None:  # a shared memory may be full although ids are free
+        if tokens > room() * allocator.page_size + evictable:
+            return None
+        allocator.evict_to_free_tokens(tree, tokens)
+    elif (missing := tokens - allocator.available_size()) > 0:
+        if missing > evictable:
+            return None
+        tree.evict(EvictParams(num_tokens=missing))
+    locations: torch.Tensor | None = allocator.alloc(tokens)
+    return locations

@@ -146,6 +146,8 @@ def check_session(obj: GenerateRequest) -> None:
     if several or isinstance(obj.rid, list):
         raise KVQuantError("a request of a session has several prompts. Send one request for each.")
     params = params or {}
+    if not isinstance(custom := params.get("custom_params") or {}, dict):
+        raise KVQuantError(f"custom_params {custom!r}: must be an object.")
     for name in ("n", "beam_width"):
         if (count := params.get(name) or 1) != 1:
             raise KVQuantError(

@@ -68,12 +68,16 @@ def test_kl_contexts_are_full_length_held_out_and_do_not_overlap(text, bench):
         assert all(b - a >= length for a, b in itertools.pairwise(starts))
 
 
-def test_kl_reference_is_stored_once(text, bench):
+def test_kl_reference_is_that_of_the_server_measured_last(text, bench):
+    """A server under the same name may have other flags or weights."""
     task = kl_task(text)
-    with FakeServer() as server:
-        for _ in range(2):
+    for method in ("int2", "none"):
+        with FakeServer(method=method) as server:
             task.record_reference(Client(server.url), bench)
-        assert len(server.asked("/generate")) == 5
+            assert len(server.asked("/generate")) == 5
+    with FakeServer() as server:
+        bench.material.settle_reference()
+        assert task.run(Client(server.url), bench).value < 1e-5
 
 
 @pytest.mark.parametrize(
@@ -281,6 +285,8 @@ def test_lengths_have_standard_errors():
         ("#### 5\n\nQuestion: x\n#### 7", 5),
         ("It is 3, then 4.50 dollars.", 4.5),
         ("#### -3", -3),
+        ("#### 1. Eggs sold\n9 a day\n#### 2. Money\n#### **18**\n#### 18\nQuestion: x\n#### 7", 18),
+        ("#### 18 dollars\nQuestion: 7", 18),
         ("#### 42.00", 42),
         ("nothing", None),
         ("so 3.\n####", 3),

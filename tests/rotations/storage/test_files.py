@@ -4,6 +4,7 @@ import hashlib
 import json
 import pickle
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -132,6 +133,37 @@ def test_existing_output_is_kept(native):
     assert (native / TENSOR_FILE).read_bytes() == before
     save_rotations(random_rotations(seed=1), native, kv_heads=2, overwrite=True)
     assert_same(load_rotations(native, **GEOMETRY), random_rotations(seed=1))
+
+
+def test_only_folders_of_rotations_are_replaced(native):
+    (native / "notes").mkdir()
+    with pytest.raises(KVQuantError, match="folders of rotations only, and this one holds notes"):
+        save_rotations(random_rotations(seed=1), native, kv_heads=2, overwrite=True)
+    assert_same(load_rotations(native, **GEOMETRY), random_rotations())
+
+
+def test_the_current_folder_and_links_are_replaced(native, tmp_path, monkeypatch):
+    monkeypatch.chdir(native)
+    save_rotations(random_rotations(seed=1), ".", kv_heads=2, overwrite=True)
+    assert_same(load_rotations(native, **GEOMETRY), random_rotations(seed=1))
+    (tmp_path / "link").symlink_to(native)
+    save_rotations(random_rotations(seed=2), tmp_path / "link", kv_heads=2, overwrite=True)
+    assert_same(load_rotations(native, **GEOMETRY), random_rotations(seed=2))
+    assert sorted(path.name for path in native.parent.iterdir() if path.name.startswith(".")) == []
+
+
+def test_an_interrupted_replacement_keeps_the_old_rotations(native, monkeypatch):
+    rename = Path.rename
+
+    def interrupted(self, target):
+        if Path(target) == native.resolve() and self.name.startswith(".") and not self.name.endswith(".old"):
+            raise KeyboardInterrupt
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        save_rotations(random_rotations(seed=1), native, kv_heads=2, overwrite=True)
+    assert_same(load_rotations(native, **GEOMETRY), random_rotations())
 
 
 def test_failed_save_leaves_nothing(tmp_path, monkeypatch):

@@ -253,6 +253,25 @@ def test_cached_prefixes_give_way_to_whole_windows(server):
     assert full.tree.pages, "no more than these need"
 
 
+def test_copies_evict_by_memory_too(server):
+    """Where ids are free, memory may be full of cached prefixes; then copies of a session's pages have room, too."""
+    from sglang_kvq.sglang.prefix.tree_keys import allocate
+
+    one = server(400, 40)
+    one.prefill([50] * 3)
+    allocator, tree = one.allocator, one.tree
+    tree.token_to_kv_pool_allocator = allocator
+    whole = allocator.split.arena.pages_beside(one.layout.windows.wanted(3)) - allocator.used
+    cached = allocator.alloc(min(whole, len(allocator.free_pages)) * P)
+    tree.pages = (cached[::P] // P).tolist()
+    copies = len(allocator.free_pages)
+    assert copies > allocator.room() and len(tree.pages) > copies, "ids suffice, memory does not"
+    assert len(allocate(tree, copies * P)) == copies * P and tree.evicted
+    one.check()
+    evicted = tree.evicted
+    assert allocate(tree, allocator.size) is None and tree.evicted == evicted, "nothing is evicted in vain"
+
+
 def test_a_flush_keeps_the_boundary(server):
     one = server()
     one.prefill([90 * P])

@@ -78,6 +78,7 @@ def test_what_only_the_router_may_say_is_refused_from_everybody(fields, message)
         ({"input_ids": [[1], [2]]}, "several prompts"),
         ({"sampling_params": {"n": 2}}, "n 2: a session continues with exactly one answer"),
         ({"sampling_params": {"beam_width": 4}}, "beam_width 4"),
+        ({"sampling_params": {"custom_params": [1]}}, r"custom_params \[1\]: must be an object"),
         ({"session_params": {"id": "x"}}, "session_params in a request of a session"),
         ({"input_embeds": [[0.0]], "input_ids": None}, "input_embeds in a request of a session"),
         ({"image_data": "x"}, "image_data in"),
