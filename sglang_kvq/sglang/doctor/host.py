@@ -46,7 +46,8 @@ def places() -> Iterator[tuple[str, Path, str]]:
 
     if not constants.HF_HUB_OFFLINE:  # offline the cache is only read
         yield "the Hugging Face cache", Path(constants.HF_HUB_CACHE), "Set HF_HOME, or HF_HUB_OFFLINE=1 to only read it"
-    yield "temporary files", Path(tempfile.gettempdir()), "Set TMPDIR"
+    # tempfile.gettempdir() would choose another folder, in the end the current one, if this one cannot be written.
+    yield "temporary files", Path(os.environ.get("TMPDIR") or "/tmp"), "Set TMPDIR"
 
 
 def folders() -> str:

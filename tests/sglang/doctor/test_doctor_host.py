@@ -35,6 +35,7 @@ def test_causes_come_before_what_they_cause():
         ("TRITON_CACHE_DIR", "Triton's cache"),
         ("FLASHINFER_WORKSPACE_BASE", "FlashInfer's cache"),
         ("HF_HUB_CACHE", "the Hugging Face cache"),
+        ("TMPDIR", "temporary files"),
     ],
 )
 def test_folder_that_cannot_be_written(tmp_path, monkeypatch, variable, what):
