@@ -27,7 +27,7 @@ from sglang_kvq.formats.planes import PlaneCode, PlaneFormat
 from tests.kernels import no_gpu
 from tests.kernels.no_gpu import compiled, forget
 
-Q_HEADS, KV_HEADS, D, PAGES, ROWS, SMS = 32, 8, 128, 300, 40, 132
+Q_HEADS, KV_HEADS, D, PAGES, ROWS, SMS = 8, 2, 128, 300, 40, 132
 #: Lengths of stored and of new tokens, and numbers of requests.
 PREFIXES, NEWS, COUNTS = [0, 1, P, 700, 5000, 18000], [1, 7, 40, 64, 100, 300, 1500], [1, 1, 2, 8, 34]
 #: Some of SGLang's sizes of CUDA graphs, and the most requests of one that holds a whole prefill.
