@@ -268,7 +268,7 @@ def test_random_schedules(seed, overlap):
 def test_random_schedules_of_a_decode_server_that_drafts(seed, overlap, drafts):
     """With drafts, the first step after an arrival or a retraction writes tokens that may begin a page."""
     pair = Pair(random.Random(900 + seed), overlap, drafts=drafts)
-    pair.run(120)
+    pair.run(160)
     assert pair.counts["arrived"] > 5 and pair.counts["aborted"], pair.counts
     pair.finish()
 
