@@ -14,7 +14,7 @@ from sglang_kvq.arguments import check_least, check_new
 from sglang_kvq.errors import KVQuantError, unknown
 from sglang_kvq.evaluation import provenance
 from sglang_kvq.evaluation.client import Client
-from sglang_kvq.evaluation.files import model_identity, read, write_json, write_whole
+from sglang_kvq.evaluation.files import read, write_json, write_whole
 from sglang_kvq.evaluation.material import Material
 from sglang_kvq.evaluation.progress import Display
 from sglang_kvq.evaluation.report import plots
@@ -180,7 +180,7 @@ def measure(options: SimpleNamespace, tasks: list[Task], flags: list[str], comma
         path, known_as = facts.model_path, facts.model_path
     else:
         specs, launch, path = specs_of(options, tasks, flags), launch_of(options, flags), options.model
-        known_as = model_identity(path)
+        known_as = launch.known_as
     model = options.label or Path(path).name.lower() or "model"
     store = Store(options.out, options.overwrite, command)
     material = Material(options.out / "material", known_as, options.tokenizer or None)

@@ -7,6 +7,7 @@ import shlex
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -44,11 +45,15 @@ class Launch:
         flags = [*self._shared(spec), *spec.flags]
         return [*spec.chunk_flags(flags), *flags]
 
+    @cached_property
+    def known_as(self) -> str:
+        """The model's identity (``files.model_identity``), which reads the ends of its files: once for all methods."""
+        return model_identity(self.model)
+
     def identity(self, spec: MethodSpec) -> dict[str, Any]:
         """Returns the settings that determine values, without paths."""
-        model = model_identity(self.model)
         return {
-            "model": model,
+            "model": self.known_as,
             **spec.identity(),
             "flags": [provenance.without_paths(word) for word in self._shared(spec)],
         }

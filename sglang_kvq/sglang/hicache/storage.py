@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -71,8 +70,11 @@ def around_page_get(
         count = original(self, operation, hash_values, host_indices, *args, **kwargs)
     except OSError as error:
         if len(hash_values) > 1:
-            one_by_one = zip(hash_values, host_indices.split(self.page_size))
-            return _count(partial(around_page_get, original, self, operation), one_by_one, *args, **kwargs)
+
+            def read(key: str, places: torch.Tensor) -> int:
+                return around_page_get(original, self, operation, [key], places, *args, **kwargs)
+
+            return _count(read, zip(hash_values, host_indices.split(self.page_size)))
         if error.errno is not None:  # the page may be sound
             raise
         return _damaged(self, hash_values[0], str(error))
@@ -82,12 +84,12 @@ def around_page_get(
     return count
 
 
-def _count(read: Callable[..., int], pages: Iterable[tuple[str, torch.Tensor]], *args: Any, **kwargs: Any) -> int:
+def _count(read: Callable[[str, torch.Tensor], int], pages: Iterable[tuple[str, torch.Tensor]]) -> int:
     """Reads pages one by one; returns the number of pages before the first that is missing, damaged or unreadable."""
     count = 0
     for key, places in pages:
         try:
-            if not read([key], places, *args, **kwargs):
+            if not read(key, places):
                 break
         except OSError as error:
             logger.warning("kv-quant: page %s of the storage cannot be read and is computed again: %s", key, error)
