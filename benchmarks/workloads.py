@@ -26,6 +26,9 @@ lost_window_pages          the most window pages at once that running requests r
 goodput_per_s              requests per second whose whole answer met both limits
 late_kernels               Triton kernels, the plugin's or SGLang's, that were loaded meanwhile; left out if none
 completed, cut, waited, unsent   requests with a whole answer; cut by the time; of these without a token; never sent
+each                       with ``--repeat``: tokens/s and times to the first token of each time
+
+``--repeat`` measures a workload several times, each with other prompts. The row's figures are of all requests together.
 """
 
 from __future__ import annotations
@@ -45,7 +48,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks import record
 from benchmarks.bench_serving import servers, stock
 from benchmarks.bench_serving.figure import plot
-from benchmarks.bench_serving.rows import measurements, scenario
+from benchmarks.bench_serving.rows import measurements, one_after_another, scenario
 from benchmarks.bench_serving.sampler import Sampler
 from benchmarks.bench_serving.tables import HEAD, bench_rows, line, markdown
 from benchmarks.bench_serving.workloads import TINY, WORKLOADS, Workload, chosen
@@ -60,17 +63,20 @@ from sglang_kvq.evaluation.specs import MethodSpec
 BESIDES = 20.0
 #: The least seconds that a server takes to start.
 STARTING = 30.0
+#: Figures that a row has of each repetition.
+EACH = ("output_tokens_per_s", "ttft_p50_ms", "ttft_p99_ms")
 Row = dict[str, Any]
 
 
-def settings(workload: Workload, setup: servers.Setup) -> Row:
+def settings(workload: Workload, setup: servers.Setup, repeat: int = 1) -> Row:
     """Returns the settings that must be equal for two rows of a scenario to be the same measurement."""
     flags = [*setup.shared, *(f"plain: {flag}" for flag in setup.plain)]
-    return {"loads": [asdict(load) for load in workload.loads], "limit": workload.seconds, "flags": flags}
+    more = {"repeat": repeat} if repeat > 1 else {}
+    return {"loads": [asdict(load) for load in workload.loads], "limit": workload.seconds, "flags": flags, **more}
 
 
 def missing(
-    out: Path, spec: MethodSpec, workloads: Sequence[Workload], setup: servers.Setup, again: bool
+    out: Path, spec: MethodSpec, workloads: Sequence[Workload], setup: servers.Setup, again: bool, repeat: int = 1
 ) -> list[Workload]:
     """Returns a method's workloads that have no row in the file.
 
@@ -84,7 +90,7 @@ def missing(
         row = None if again else found.get(name)
         if row is None:
             wanted.append(workload)
-        elif row["settings"] != settings(workload, setup):
+        elif row["settings"] != settings(workload, setup, repeat):
             raise KVQuantError(f"--out {out}: its row {name!r} has other settings. Give --again, or another file.")
         else:
             print(f"{name}: kept, measured at commit {row.get('commit', 'of the file')[:10]}", flush=True)
@@ -92,18 +98,29 @@ def missing(
 
 
 def measure(
-    running: Server, spec: MethodSpec, workload: Workload, setup: servers.Setup, tokenizer: Path, folder: Path
+    running: Server,
+    spec: MethodSpec,
+    workload: Workload,
+    setup: servers.Setup,
+    tokenizer: Path,
+    folder: Path,
+    repeat: int = 1,
 ) -> Row:
     """Returns one row.
 
     Raises:
         KVQuantError: a request failed, the cache reports errors, or it holds pages when nothing runs.
     """
-    running.drain()
-    begin = len(running.log())
+    begin, turns = len(running.log()), []
     with Sampler(running.url) as sampler:
-        given = stock.run(workload.arguments(), running.url, tokenizer, workload.seconds, folder / workload.name)
-    figures = measurements(workload, given)
+        for turn in range(repeat):
+            running.drain()
+            loads = workload.arguments(turn)
+            turns.append(stock.run(loads, running.url, tokenizer, workload.seconds, folder / workload.name))
+    figures = measurements(workload, one_after_another(turns))
+    if repeat > 1:
+        each = [measurements(workload, turn) for turn in turns]
+        figures["each"] = {name: [one[name] for one in each] for name in EACH}
     if sampler.errors or "running" not in sampler.most:
         problem = f"{sampler.errors:.0f} errors of the cache" if sampler.errors else "no metrics of the server"
         raise KVQuantError(f"{workload.name}: {problem}; no figure is kept. {running.log_tail()}")
@@ -123,7 +140,7 @@ def measure(
         **sampler.most,
         **servers.facts(running, spec),
         **({"late_kernels": late} if late else {}),
-        "settings": settings(workload, setup),
+        "settings": settings(workload, setup, repeat),
     }
 
 
@@ -137,6 +154,7 @@ def options() -> tuple[argparse.ArgumentParser, argparse.Namespace, list[str]]:
         "--workloads", help=f"some of {', '.join(WORKLOADS)}, each with @RATE for requests a second; default all"
     )
     parser.add_argument("--seconds", type=float, help="seconds of each workload; default its own limit")
+    parser.add_argument("--repeat", type=int, default=1, metavar="N", help="times to measure each; default once")
     parser.add_argument("--minutes", type=float, default=9.5, help="minutes of the whole command; default %(default)s")
     parser.add_argument("--kv-quant-recent-min", type=int, metavar="N", help="flag of servers with --kv-quant")
     parser.add_argument("--mem-fraction-static", default="0.85")
@@ -176,9 +194,11 @@ def main() -> None:
         memory = () if args.cpu else ("--mem-fraction-static", args.mem_fraction_static)
         plain = ("--attention-backend", args.plain_backend) if args.plain_backend else ()
         setup = servers.Setup(args.model, args.layers, (*memory, *flags), plain, args.kv_quant_recent_min, args.cpu)
-        jobs = [(spec, missing(args.out, spec, workloads, setup, args.again)) for spec in specs]
+        jobs = [(spec, missing(args.out, spec, workloads, setup, args.again, args.repeat)) for spec in specs]
     except KVQuantError as error:
         parser.error(str(error))
+    if args.repeat < 1:
+        parser.error(f"--repeat {args.repeat}: it must be at least 1.")
     deadline = begin + 60 * args.minutes
     with tempfile.TemporaryDirectory() as temporary:
         folder = args.logs or Path(temporary)
@@ -216,7 +236,7 @@ def serve(
     label = servers.label(spec, setup)
 
     def fits(workload: Workload, more: float = 0.0) -> bool:
-        return time.monotonic() + workload.seconds + BESIDES + more < deadline
+        return time.monotonic() + args.repeat * (workload.seconds + BESIDES) + more < deadline
 
     left = [f"{workload.name} of {label}" for workload in wanted]
     if not any(fits(workload, STARTING) for workload in wanted):
@@ -240,7 +260,7 @@ def serve(
                 if not fits(workload):
                     continue
                 try:
-                    row = measure(running, spec, workload, setup, tokenizer, folder)
+                    row = measure(running, spec, workload, setup, tokenizer, folder, args.repeat)
                 except (KVQuantError, ServerError) as error:
                     failed(f"{workload.name} of {label}: {error}")
                     running.check_alive()

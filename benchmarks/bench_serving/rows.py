@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -50,6 +51,19 @@ def most_at_once(requests: Sequence[Request]) -> int:
     return most
 
 
+def one_after_another(turns: Sequence[Sequence[Measured]]) -> list[Measured]:
+    """Returns the loads of all turns with times as if each turn had begun when the one before it ended."""
+    loads, end = [], 0.0
+    for turn in turns:
+        requests = [one for load in turn for one in load.requests]
+        shift = end - min((one.begin for one in requests), default=end)
+        end = max((one.begin + one.latency + shift for one in requests), default=end)
+        for load in turn:
+            moved = [replace(one, begin=one.begin + shift) for one in load.requests]
+            loads.append(replace(load, requests=moved))
+    return loads
+
+
 def measurements(workload: Workload, measured: Sequence[Measured]) -> dict[str, Any]:
     """Returns the figures of a row.
 
@@ -64,7 +78,7 @@ def measurements(workload: Workload, measured: Sequence[Measured]) -> dict[str, 
     begin = min(one.begin for one in requests)
     seconds = max(one.begin + one.latency for one in requests) - begin
     was_cut = any(one.cut for one in requests)
-    first = [1e3 * (one.ttft or begin + seconds - one.begin) for one in requests]
+    first = [1e3 * (one.ttft or one.latency) for one in requests]
     done = [one for one in requests if not one.cut]
     each = [1e3 * one.tpot for one in requests if one.tokens > 1]
     good = [one for one in done if 1e3 * one.ttft <= workload.ttft and 1e3 * one.tpot <= workload.tpot]

@@ -85,9 +85,9 @@ class Workload:
     def longest(self) -> int:
         return max(load.longest for load in self.loads)
 
-    def arguments(self) -> list[list[str]]:
-        """Returns the arguments of each load; seeds differ, so that no two loads have the same prompts."""
-        return [load.arguments(SEED + number) for number, load in enumerate(self.loads)]
+    def arguments(self, turn: int = 0) -> list[list[str]]:
+        """Returns the arguments of each load; seeds differ, so that no two loads and turns have the same prompts."""
+        return [load.arguments(SEED + number + len(self.loads) * turn) for number, load in enumerate(self.loads)]
 
 
 def _chats(clients: int) -> Load:

@@ -15,7 +15,7 @@ import pytest
 from benchmarks import record, workloads
 from benchmarks.bench_serving import servers, stock
 from benchmarks.bench_serving.figure import plot
-from benchmarks.bench_serving.rows import measurements, scenario
+from benchmarks.bench_serving.rows import measurements, one_after_another, scenario
 from benchmarks.bench_serving.sampler import Sampler, parse
 from benchmarks.bench_serving.stock import Measured, Request
 from benchmarks.bench_serving.tables import bench_rows, line, markdown
@@ -146,6 +146,21 @@ def test_requests_that_the_time_cuts_count_with_what_they_have() -> None:
     assert row["output_tokens"] == 19 and row["seconds"] == 10
     assert row["ttft_p99_ms"] > 5800, "it waits for 6 s at least"
     assert "≥ " in line({"workload": "x", "method": "none", **row})
+
+
+def test_repetitions_count_as_if_one_followed_the_other() -> None:
+    turns = [[Measured([request(100, 1, 2.1, 12), request(101, 2, 3.1, 12)], 1, {})]]
+    turns += [[Measured([request(500, 0, 8, 0, cut=True), request(502, 4, 5.1, 12)], 2, {})]]
+    row = measurements(WORKLOAD, one_after_another(turns))
+    assert row["seconds"] == pytest.approx(4.1 + 8) and row["decoding"] == 1
+    assert (row["completed"], row["waited"], row["unsent"]) == (3, 1, 3)
+    assert row["ttft_p50_ms"] == 3000, "of 1, 2, 4 and at least 8 s"
+
+
+def test_repetitions_have_other_prompts() -> None:
+    words = [WORKLOADS["mix"].arguments(turn) for turn in range(3)]
+    seeds = [one[one.index("--seed") + 1] for turn in words for one in turn]
+    assert len(set(seeds)) == len(seeds)
 
 
 @pytest.mark.parametrize(
