@@ -4,6 +4,11 @@
 set -euo pipefail
 # Other users of group 0 may go on with what this one writes to the volume.
 umask 0002
+# `sglang serve` takes a model without --model-path only as the first word, which is --host here.
+case ${1:--} in
+  -*) ;;
+  *) set -- --model-path "$@" ;;
+esac
 case " $* " in
   *" --config="*)
     echo "sglang-kvq: --config=FILE: SGLang ignores the file when it is given so. Write --config FILE." >&2

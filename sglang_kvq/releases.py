@@ -25,6 +25,9 @@ WITHOUT_WINDOWS = ("0.5.17", "0.5.18", "0.5.22")
 #: Version specifiers of the two generations.
 OLD_TREE, NEW_TREE = f"<{EXCLUDED[0]}", f">={NEW_TREE_RELEASES[0]}"
 
+#: Releases that keep the compiled kernels of all libraries below ``SGLANG_CACHE_DIR``.
+ONE_CACHE = f">={OLD_TREE_RELEASES[-1]}"
+
 #: Version specifiers; a release must match one of them. A release newer than ``NEWEST`` is accepted if every symbol of
 #: ``hooks.TABLE`` is as expected.
 SUPPORTED = (f">={OLDEST},{OLD_TREE}", NEW_TREE)

@@ -236,7 +236,7 @@ def share(
     for_pages = -(-(pages + 1) * page // slot)
     affordable = (budget_bytes - pages * geometry.first_bytes) // slot - 1
     least, more = windows.needed(1), windows.wanted(8 if wanted is None else wanted)
-    slots = for_pages + max(least + 1, min(affordable - for_pages, more))
+    slots = for_pages + max(least, min(affordable - for_pages, more))
     arena = Arena(page, slot, slots, pages)
     most, whole = (max(_requests(arena, each, windows.spare, 1), 1) for each in (windows.least, windows.whole))
     return MemoryLayout(geometry, pages, slots, most, whole, arena, windows)

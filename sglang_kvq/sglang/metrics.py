@@ -111,6 +111,8 @@ class TierMetrics:
             self.damaged_before = now
         if (found := self.counts.arrived()) is not None:
             self._publish(*found)
+        if not running and not queued:  # the device learns only with the next plan that the last request has ended
+            self.lost_pages.set(0)
         self.counts.ask()
 
     def _publish(

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from sglang_kvq import KVQuantConfig, KVQuantError
-from sglang_kvq.cache.layout import KVGeometry, bf16_slots, divide, fit_shared
+from sglang_kvq.cache.layout import KVGeometry, bf16_slots, divide, fit_shared, share, shared_reserve
+from sglang_kvq.cache.shared.split import WindowSlots
 from sglang_kvq.formats.page import PageFormat
 
 QWEN3_8B = KVGeometry(8, (PageFormat(128, 128),) * 36)
@@ -74,6 +75,16 @@ def test_bf16_pages_are_not_counted_as_token_room():
     few = divide(KVQuantConfig("oscar"), QWEN3_8B, pages=100, slots=20)
     many = divide(KVQuantConfig("oscar"), QWEN3_8B, pages=100, slots=90)
     assert few.tokens == many.tokens == 6400
+
+
+@pytest.mark.parametrize("spare", range(0, QWEN3_8B.slot_bytes, QWEN3_8B.slot_bytes // 5))
+def test_a_shared_memory_takes_no_more_than_its_budget(spare):
+    windows = WindowSlots(whole=8, least=2, spare=40)
+    budget = shared_reserve(QWEN3_8B, windows) + 500 * QWEN3_8B.shared_page_bytes + spare
+    pages = 500 + spare // QWEN3_8B.shared_page_bytes
+    layout = share(QWEN3_8B, windows, pages=pages, budget_bytes=budget)
+    assert layout.total_bytes <= budget
+    assert layout.arena.slots_beside(pages) >= windows.needed(1), "one request runs beside all pages"
 
 
 def test_a_budget_too_small_for_one_request_names_the_flags():

@@ -13,7 +13,7 @@ from tests.container.workshop import Ended, Workshop
 
 #: Test files in their order. The first ones need no image, which is built in the meantime; the last ones end the
 #: replicas.
-ORDER = ("test_kubernetes.py", "test_router.py", "test_failures.py", "test_image.py")
+ORDER = ("test_scripts.py", "test_kubernetes.py", "test_router.py", "test_failures.py", "test_image.py")
 #: Fixtures that need the image.
 IMAGE = {"images", "restricted", "configured"}
 

@@ -68,7 +68,7 @@ def unwritable(workshop: Workshop) -> Iterator[Container]:
 def test_unwritable_cache_is_named_before_the_server_starts(ended: Ended) -> None:
     assert ended.status == 1
     said(ended.log.replace("123456", "10001"), "user 10001 cannot write:")
-    for named in ("HOME /home/kvq", "/home/kvq/.triton/cache", "/.cache/flashinfer"):
+    for named in ("HOME /home/kvq", "/home/kvq/.cache/sglang/triton", "/.cache/flashinfer"):
         assert named in ended.log
 
 

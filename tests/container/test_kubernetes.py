@@ -114,9 +114,64 @@ def test_overlays_differ_where_they_say() -> None:
         assert claim["spec"]["accessModes"] == ["ReadWriteMany"], overlay
 
 
+def labels(pod: dict[str, Any]) -> dict[str, str]:
+    found: dict[str, str] = pod["metadata"]["labels"]
+    return found
+
+
+def test_alerts_see_the_pods_that_have_metrics() -> None:
+    """The operator names a job after its PodMonitor, and the alerts ask for the job of ``prometheus.yaml``."""
+    (monitor,) = (one for one in objects("autoscale") if one["kind"] == "PodMonitor")
+    (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
+    monitoring = ROOT / "launch" / "monitoring"
+    (job,) = yaml.safe_load((monitoring / "prometheus.yaml").read_text())["scrape_configs"]
+    assert set(re.findall(r'job="(\w+)"', (monitoring / "rules.yaml").read_text())) == {job["job_name"]}
+    assert {"targetLabel": "job", "replacement": job["job_name"]} in endpoint["relabelings"]
+
+    selector = monitor["spec"]["selector"]
+    (role,) = selector["matchExpressions"]
+    assert role["operator"] == "NotIn"
+    seen = [
+        labels(pod).get("role")
+        for pod in (*pods(objects("base")), *pods(objects("multi-node")))
+        if selector["matchLabels"].items() <= labels(pod).items() and labels(pod).get(role["key"]) not in role["values"]
+    ]
+    assert seen == [None, "leader"], "the other nodes of a server have no metrics of the cache"
+
+
+def test_documented_command_makes_an_object_of_the_alerts() -> None:
+    page = (ROOT / "docs" / "monitoring.md").read_text()
+    (command,) = re.findall(r"^(\{ .* \}) \| kubectl apply -f -$", page, re.MULTILINE)
+    done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, check=True)
+    rules = yaml.safe_load((ROOT / "launch" / "monitoring" / "rules.yaml").read_text())
+    made = yaml.safe_load(done.stdout)
+    assert made == {
+        "apiVersion": "monitoring.coreos.com/v1",
+        "kind": "PrometheusRule",
+        "metadata": {"name": "sglang-kvq"},
+        "spec": rules,
+    }
+
+
+def test_applying_again_leaves_the_number_of_replicas_to_the_autoscaler() -> None:
+    (scaled,) = (one for one in objects("autoscale") if one["kind"] == "ScaledObject")
+    (target,) = (
+        one
+        for one in objects("autoscale")
+        if one["kind"] == "Deployment" and one["metadata"]["name"] == scaled["spec"]["scaleTargetRef"]["name"]
+    )
+    assert "replicas" not in target["spec"]
+
+
 def test_defaults_need_no_download_of_rotations() -> None:
     servers = [pod["spec"]["containers"][0] for overlay in OVERLAYS for pod in pods(objects(overlay))]
     assert {server["name"] for server in servers} == {"server", "router"}
     assert all("--kv-quant=int4" in server["args"] for server in servers if server["name"] == "server")
-    compose = yaml.safe_load((ROOT / "launch" / "docker-compose.yaml").read_text())
-    assert "--kv-quant=int4" in compose["services"]["sglang-kvq"]["command"]
+    (server,) = yaml.safe_load((ROOT / "launch" / "docker-compose.yaml").read_text())["services"].values()
+    assert "--kv-quant=int4" in server["command"]
+
+
+def test_compose_lets_compiled_code_be_loaded() -> None:
+    """Docker mounts a tmpfs noexec by default."""
+    (server,) = yaml.safe_load((ROOT / "launch" / "docker-compose.yaml").read_text())["services"].values()
+    assert server["read_only"] and server["tmpfs"] == ["/tmp:exec"]

@@ -65,6 +65,10 @@ def test_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     assert value("errors_total") == 3
     assert value("prefix_tokens_total", tier="quantized") == 704
     assert value("held_back_requests") == 4 and value("lost_window_pages") == 0
-    counts[3] = 5
+    counts[3:5] = [5, 7]
     metrics.after_log_stats(None, collector, stats)
-    assert value("errors_total") == 5
+    assert value("errors_total") == 5 and value("lost_window_pages") == 7
+
+    stats.num_running_reqs.total = stats.num_queue_reqs.total = 0
+    metrics.after_log_stats(None, collector, stats)
+    assert value("lost_window_pages") == 0, "the device learns only with the next plan that nothing runs"

@@ -14,9 +14,12 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 from sglang_kvq.errors import KVQuantError
+from sglang_kvq.releases import ONE_CACHE
+from sglang_kvq.sglang import compat
 
 GIB = 1 << 30
 #: Least free bytes on each file system that holds caches.
@@ -29,19 +32,38 @@ SHARED_MEMORY = Path("/dev/shm")
 DRIVER_FILE = Path("/proc/driver/nvidia/version")
 
 
+def _sglang_cache() -> Path | None:
+    """Returns the folder below which a server keeps kernels of all libraries; None if the release has no such folder.
+
+    SGLang sets the libraries' variables when it is imported, which takes seconds.
+    """
+    try:
+        if not compat.applies(ONE_CACHE, compat.sglang_version()):
+            return None
+    except PackageNotFoundError:  # another check says so
+        return None
+    return Path(os.environ.get("SGLANG_CACHE_DIR", "~/.cache/sglang")).expanduser()
+
+
 def triton_cache() -> Path:
-    """Returns the folder in which Triton keeps compiled kernels, whether Triton is installed or not."""
-    named = os.environ.get("TRITON_CACHE_DIR")
-    return Path(named or Path(os.environ.get("TRITON_HOME") or Path.home(), ".triton", "cache"))
+    """Returns the folder in which a server's Triton keeps compiled kernels, whether Triton is installed or not."""
+    if named := os.environ.get("TRITON_CACHE_DIR"):
+        return Path(named)
+    shared = _sglang_cache()
+    return shared / "triton" if shared else Path(os.environ.get("TRITON_HOME") or Path.home(), ".triton", "cache")
+
+
+def flashinfer_cache() -> Path:
+    """Returns the folder in which a server's FlashInfer keeps compiled kernels."""
+    base = os.environ.get("FLASHINFER_WORKSPACE_BASE") or _sglang_cache() or Path.home()
+    return Path(base, ".cache", "flashinfer")
 
 
 def places() -> Iterator[tuple[str, Path, str]]:
     """Yields each folder that must be writable: its content, its path, and how to choose another folder."""
-    home = Path.home()
-    yield "HOME", home, "Set HOME to a folder of this user"
+    yield "HOME", Path.home(), "Set HOME to a folder of this user"
     yield "Triton's cache", triton_cache(), "Set TRITON_CACHE_DIR"
-    flashinfer = Path(os.environ.get("FLASHINFER_WORKSPACE_BASE") or home, ".cache", "flashinfer")
-    yield "FlashInfer's cache", flashinfer, "Set FLASHINFER_WORKSPACE_BASE"
+    yield "FlashInfer's cache", flashinfer_cache(), "Set FLASHINFER_WORKSPACE_BASE"
     from huggingface_hub import constants
 
     if not constants.HF_HUB_OFFLINE:  # offline the cache is only read
@@ -51,7 +73,7 @@ def places() -> Iterator[tuple[str, Path, str]]:
 
 
 def folders() -> str:
-    """Checks that every folder to which a server writes is writable.
+    """Checks that every folder to which a server writes is writable, and that compiled kernels can be loaded.
 
     Raises:
         KVQuantError: names the folders that are not, why, and the variables that choose others.
@@ -61,6 +83,12 @@ def folders() -> str:
     ]
     if wrong:
         raise KVQuantError("\n  ".join([f"user {os.geteuid()} cannot write:", *wrong]))
+    for folder in (triton_cache(), flashinfer_cache()):
+        if os.statvfs(_existing(folder)).f_flag & os.ST_NOEXEC:
+            raise KVQuantError(
+                f"{folder} is mounted noexec, so compiled kernels cannot be loaded from it. Mount it with exec (in "
+                f"Docker --tmpfs {folder}:exec), or set TRITON_CACHE_DIR and FLASHINFER_WORKSPACE_BASE."
+            )
     return ", ".join(str(folder) for _, folder, _ in places())
 
 

@@ -81,6 +81,7 @@ def our_kernels() -> str:
     imported = f"all {len(modules)} modules can be imported"
     if not torch.cuda.is_available():
         return f"{imported}; without a GPU none of the {len(kernels)} kernels was compiled or run"
+    os.environ.setdefault("TRITON_CACHE_DIR", str(doctor_host.triton_cache()))  # so that a server finds the kernels
     ran, left_out = kernel_check.run_all(torch.device("cuda", torch.cuda.current_device()))
     rest = f"; not run: {', '.join(left_out)}" if left_out else ""
     routines = kernel_check.routines()

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections import namedtuple
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,11 +16,13 @@ from sglang_kvq.cli import app
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.sglang import hooks
 from sglang_kvq.sglang.doctor import host as doctor_host
+from sglang_kvq.sglang.doctor import kernels as kernel_check
 from sglang_kvq.sglang.doctor import report as doctor
 from tests import pairs
 from tests.conftest import ROOT
 
 Usage = namedtuple("Usage", "total used free")
+CAPTURE = {"capture_output": True, "text": True, "check": True}
 
 
 def test_causes_come_before_what_they_cause():
@@ -49,6 +52,53 @@ def test_folder_that_cannot_be_written(tmp_path, monkeypatch, variable, what):
     with pytest.raises(KVQuantError, match="cannot write:") as error:
         doctor_host.folders()
     assert f"{what} {place}" in str(error.value) and "not a directory. Set " in str(error.value)
+
+
+def test_caches_are_those_of_a_server(tmp_path, monkeypatch):
+    """SGLang sets the variables of the caches when it is imported; another process asks, because this one did that."""
+    variables = ("TRITON_CACHE_DIR", "FLASHINFER_WORKSPACE_BASE")
+    for name in variables:
+        monkeypatch.delenv(name, raising=False)
+    for folder in (None, str(tmp_path / "elsewhere")):
+        monkeypatch.setenv("HOME", str(tmp_path))
+        if folder:
+            monkeypatch.setenv("SGLANG_CACHE_DIR", folder)
+        script = f"import os, sglang; print(*[os.environ.get(name, '') for name in {variables}], sep='\\n')"
+        done = subprocess.run(
+            [sys.executable, "-c", script], env={**os.environ, "SGLANG_USE_CPU_ENGINE": "1"}, **CAPTURE
+        )
+        triton, flashinfer = done.stdout.splitlines()[-2:]
+        assert doctor_host.triton_cache() == Path(triton or tmp_path / ".triton" / "cache")
+        assert doctor_host.flashinfer_cache() == Path(flashinfer or tmp_path) / ".cache" / "flashinfer"
+
+
+def test_doctor_compiles_where_a_server_looks(tmp_path, monkeypatch):
+    used = []
+    monkeypatch.setenv("TRITON_CACHE_DIR", "")
+    monkeypatch.delenv("TRITON_CACHE_DIR")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(kernel_check, "run_all", lambda device: (used.append(os.environ["TRITON_CACHE_DIR"]) or [], []))
+    doctor.our_kernels()
+    assert used == [str(doctor_host.triton_cache())] and str(tmp_path) in used[0]
+
+
+@pytest.mark.parametrize("variable", ["TRITON_CACHE_DIR", "FLASHINFER_WORKSPACE_BASE"])
+def test_folder_from_which_nothing_can_be_loaded(tmp_path, monkeypatch, variable):
+    """Docker mounts its tmpfs noexec. Only root can do the same here, so `flags` pretends it."""
+    closed, statvfs = tmp_path / "closed", os.statvfs
+    closed.mkdir()
+
+    def flags(path):
+        return SimpleNamespace(f_flag=statvfs(path).f_flag & ~os.ST_NOEXEC | (os.ST_NOEXEC if path == closed else 0))
+
+    monkeypatch.setattr(os, "statvfs", flags)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    doctor_host.folders()
+    monkeypatch.setenv(variable, str(closed / "cache"))
+    with pytest.raises(KVQuantError, match=rf"^{closed}.* is mounted noexec, .*--tmpfs {closed}.*:exec"):
+        doctor_host.folders()
 
 
 def test_folder_of_another_user(tmp_path):

@@ -163,7 +163,8 @@ def test_as_many_run_as_the_layout_says(server):
     held = many.allocator.used
     many.allocator.alloc((many.allocator.room() - 2) * P)
     assert not many.allocator.admits_another()
-    many.tree.pages = list(range(many.allocator.used - held + 2))
+    window = many.layout.arena.pages_beside(0) - many.layout.arena.pages_beside(many.layout.windows.least)
+    many.tree.pages = list(range(many.allocator.used - held + window))
     assert many.allocator.admits_another(), "cached pages give way"
 
 
