@@ -15,8 +15,9 @@ from sglang_kvq.cache.layout import contexts_within
 from sglang_kvq.cli import app
 from sglang_kvq.config import DEFAULT_BUDGET, KVQuantConfig
 from sglang_kvq.errors import KVQuantError
+from sglang_kvq.planning import plan as plan_module
 from sglang_kvq.planning.command import parse_tokens
-from sglang_kvq.planning.gpus import KNOWN, find_gpu
+from sglang_kvq.planning.gpus import GIB, KNOWN, find_gpu
 from sglang_kvq.planning.plan import Place, Planner, Row, Wish
 from sglang_kvq.planning.weights import Weights, find_weights
 from sglang_kvq.releases import NEW_TREE
@@ -194,6 +195,39 @@ def test_wish_that_nothing_serves():
     assert all(
         not row["serves"] for row in found(QWEN3, "--gpu", "h100", "--context", "32K", "--concurrency", "9000")["rows"]
     )
+
+
+def test_a_memory_that_holds_no_window_is_said_once_and_the_other_rows_are_shown():
+    left = planner("qwen3-8b", "80:3.35").memory / GIB
+    weights = str(planner("qwen3-8b", "80:3.35").weights.total / GIB + left - 0.3)
+    status, shown = ask(QWEN3, "--gpu", "80:3.35", "--weights", weights)
+    assert status == 1 and shown.count("one request") == 1 and re.search(r"^oscar, .*int4: The KV cache", shown, re.M)
+    rows = found(QWEN3, "--gpu", "80:3.35", "--weights", weights)["rows"]
+    assert rows[0]["tokens"] > 2000 and not rows[0]["error"] and all(row["error"] for row in rows[2:])
+
+
+def test_one_methods_error_is_its_own(monkeypatch):
+    def but_kivi(config, *given, capacity=plan_module.capacity):
+        if config.method == "kivi":
+            raise KVQuantError("no room for kivi.")
+        return capacity(config, *given)
+
+    monkeypatch.setattr(plan_module, "capacity", but_kivi)
+    status, shown = ask(QWEN3, "--gpu", "h100", "--context", "4K", "--concurrency", "8")
+    assert status == 0 and "kivi: no room for kivi." in shown and "  python -m sglang.launch_server" in shown
+
+
+@pytest.mark.parametrize("name", sorted(KNOWN))
+def test_chunks_are_those_of_the_gpu(name, monkeypatch):
+    chunks = []
+
+    def note(*given, capacity=plan_module.capacity):
+        chunks.append(given[-1])
+        return capacity(*given)
+
+    monkeypatch.setattr(plan_module, "capacity", note)
+    planner("qwen3-8b", name).row_of("oscar", None)
+    assert chunks == [{"a100-40gb": 4096, "b200": 16384, "l40s": 4096}.get(name, 8192)]
 
 
 def test_gpus_that_share_a_model_and_copies_of_it():

@@ -28,8 +28,9 @@ from sglang_kvq.rotations.identity import cached_layers, unapplied_window
 from sglang_kvq.rotations.resolve import locate_rotations, resolve_formats, resolve_rotations
 from sglang_kvq.rotations.storage.registry import HubLocation
 from sglang_kvq.rotations.storage.zoo import is_inferred
+from sglang_kvq.sglang import compat
 from sglang_kvq.sglang.architectures import Answer, Family, family_of
-from sglang_kvq.sglang.doctor.capacity import capacity
+from sglang_kvq.sglang.doctor.capacity import capacity, default_chunk
 from sglang_kvq.sglang.types import ModelConfig
 
 #: Upper bound of ``--memory`` in GiB, more than any GPU has.
@@ -224,7 +225,6 @@ def read_config(request: Request) -> tuple[ModelConfig, list[str]]:
     Raises:
         KVQuantError: SGLang is not installed or cannot read the config.
     """
-    from sglang_kvq.sglang import compat
     from sglang_kvq.sglang.doctor.report import torch_and_gpus
 
     try:
@@ -332,7 +332,8 @@ def _count(found: Diagnosis, request: Request, geometry: KVGeometry, model: Mode
     else:
         _guess_memory(found, request, model)
     if found.memory is not None:
-        held = capacity(request.config, geometry, model, request.tp, found.memory)
+        chunk = default_chunk(compat.gpu_memory())
+        held = capacity(request.config, geometry, model, request.tp, found.memory, chunk)
         found.tokens_bf16, found.tokens, found.requests = held.tokens_bf16, held.tokens, held.requests
         found.beside = held.beside
 
