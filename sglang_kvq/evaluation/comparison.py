@@ -33,7 +33,7 @@ from sglang_kvq.evaluation.specs import (
     parse,
     parse_list,
 )
-from sglang_kvq.evaluation.store import Store
+from sglang_kvq.evaluation.store import Store, common_settings
 from sglang_kvq.evaluation.tasks import KINDS, TASK_NAMES
 from sglang_kvq.evaluation.tasks.base import Bench, ReferenceTask, Task
 from sglang_kvq.evaluation.tasks.gsm8k import GSM8KTask
@@ -182,9 +182,11 @@ def measure(options: SimpleNamespace, tasks: list[Task], flags: list[str], comma
         specs, launch, path = specs_of(options, tasks, flags), launch_of(options, flags), options.model
         known_as = launch.known_as
     model = options.label or Path(path).name.lower() or "model"
+    for task in tasks:
+        task.identity()  # refuses files that cannot be read, before the folder exists
     store = Store(options.out, options.overwrite, command)
     material = Material(options.out / "material", known_as, options.tokenizer or None)
-    with Display() as display:
+    with store.locked(), Display() as display:
         runner = Runner(
             tasks, store, material, display, concurrency=options.concurrency, timeout=options.request_timeout
         )
@@ -202,6 +204,8 @@ def measure(options: SimpleNamespace, tasks: list[Task], flags: list[str], comma
 def _measure_running(options: SimpleNamespace, runner: Runner, identity: dict[str, Any], label: str) -> None:
     slug = MethodSpec(label, REFERENCE).slug
     wanted = [task for task in runner.tasks if not runner.finished(slug, identity, task)]
+    planned = {(slug, task.name): {**identity, "task": task.identity()} for task in runner.tasks}
+    common_settings(runner.store.methods(), planned)
     for task in wanted:
         if options.reference_server and isinstance(task, ReferenceTask):
             reference = Client(options.reference_server, timeout=options.request_timeout)

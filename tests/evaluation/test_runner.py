@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import signal
 import subprocess
@@ -132,7 +133,40 @@ def test_other_settings_are_refused_or_measured_again(text, tmp_path):
     assert json.loads((out / "runs/none/kl.json").read_text())["identity"]["task"]["first"] == 60
 
 
-def test_results_of_another_model_are_refused(text, tmp_path):
+def test_settings_that_differ_between_methods_are_refused_before_anything_starts(text, tmp_path, gsm8k):
+    out, tasks = tmp_path / "out", ["--tasks", "gsm8k", "--gsm8k", str(gsm8k), "--gsm8k-shots", "0"]
+    assert main(words(text, out, "--methods", "int2", *tasks)) == 0
+    kept = {path: path.stat().st_mtime_ns for path in out.rglob("*")}
+    other = [*tasks, "--gsm8k-problems", "2"]
+    with pytest.raises(KVQuantError, match=r"runs/int2/gsm8k.json .* \(problems: 200, now 2\)"):
+        main(words(text, out, "--methods", "oscar", *other, "--overwrite"))
+    with FakeServer("oscar") as server, pytest.raises(KVQuantError, match="problems: 200, now 2"):
+        main(["--server", server.url, "--out", str(out), *other])
+    assert kept == {path: path.stat().st_mtime_ns for path in out.rglob("*")}
+    assert main(words(text, out, "--methods", "oscar,int2", *other, "--overwrite")) == 0
+
+
+def test_two_runs_do_not_measure_into_one_folder(text, tmp_path, monkeypatch):
+    out, asked = tmp_path / "out", words(text, tmp_path / "out", "--methods", "none")
+    hung = [sys.executable, "-m", "sglang_kvq.cli", "eval", *asked, "--", "--hang", "none"]
+    with subprocess.Popen(hung, stderr=subprocess.PIPE, text=True) as run:
+        next(line for line in run.stderr if "none: kl" in line)
+        try:
+            with pytest.raises(KVQuantError, match=rf"--out {out}: another kvq eval is measuring .* another --out"):
+                main(asked)
+        finally:
+            run.kill()
+    assert main(asked) == 0, "a killed run keeps no lock"
+
+    def without_locks(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", without_locks)
+    with pytest.raises(KVQuantError, match=r"cannot be locked \(No locks available\). Give another --out"):
+        main(asked)
+
+
+def test_results_of_another_model_are_refused(text, tmp_path, gsm8k):
     """Two checkpoints may have one name, one config and files of one size."""
     out, models = tmp_path / "out", [tmp_path / name / "fake-1b" for name in "ab"]
     for number, model in enumerate(models):
@@ -142,6 +176,9 @@ def test_results_of_another_model_are_refused(text, tmp_path):
     assert main(words(text, out, "--methods", "int2", model=models[0])) == 0
     with pytest.raises(KVQuantError, match=r"was measured with other settings \(model: "):
         main(words(text, out, "--methods", "int2", model=models[1]))
+    tasks = ["--tasks", "gsm8k", "--gsm8k", str(gsm8k), "--gsm8k-shots", "0"]
+    with pytest.raises(KVQuantError, match=r"runs/int2/kl.json was measured on another model \(fake-1b "):
+        main(words(text, out, "--methods", "oscar", *tasks, model=models[1]))
 
 
 def test_many_servers_at_once(text, tmp_path, humaneval, gsm8k):
