@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import subprocess
+import sys
 from decimal import Decimal
 from pathlib import Path
 
@@ -20,6 +22,7 @@ from sglang_kvq.evaluation.tasks.humaneval import HumanEvalTask, extract
 from sglang_kvq.evaluation.tasks.kl import KLTask
 from sglang_kvq.evaluation.tasks.needle import Needle, NeedleTask
 from sglang_kvq.evaluation.tasks.problems import answer_lengths, read_json_lines
+from tests.conftest import ROOT
 from tests.evaluation.conftest import PROBLEMS, main
 from tests.evaluation.fake_server import FakeServer, log_probs
 
@@ -193,6 +196,14 @@ def test_short_names():
 
 
 # -- humaneval --------------------------------------------------------------------------------------------
+
+
+def test_programs_run_on_the_cpus_of_a_container():
+    script = "import sys; from sglang_kvq import cpus; cpus.usable_cpus = lambda: 3\n"
+    script += "from sglang_kvq.evaluation.tasks import humaneval\n"
+    script += "print(humaneval._CORES._value, 'torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout == "3 False\n", done.stderr
 
 
 @pytest.mark.parametrize("style", ["chat", "completion"])
