@@ -111,6 +111,7 @@ def tasks_of(options: SimpleNamespace) -> list[Task]:
 def _task(name: str, given: SimpleNamespace) -> Task:
     if name == "kl":
         contexts = tuple(_context(word, given.kl_contexts) for word in given.kl_lengths.split(","))
+        _check_once("--kl-lengths", given.kl_lengths, [length for length, _ in contexts])
         return KLTask(tuple(given.text), given.text_skip, contexts, given.kl_first, given.kl_top)
     if name == "needle":
         filler = given.needle_text or next(iter(given.text), None)
@@ -157,9 +158,18 @@ def _context(word: str, usual: int) -> tuple[int, int]:
 
 def _numbers(flag: str, words: str) -> tuple[int, ...]:
     try:
-        return tuple(map(int, words.split(",")))
+        found = tuple(map(int, words.split(",")))
     except ValueError:
         raise KVQuantError(f"{flag} {words!r}: must be whole numbers, separated by commas.") from None
+    _check_once(flag, words, found)
+    return found
+
+
+def _check_once(flag: str, words: str, values: Sequence[object]) -> None:
+    """Refuses a value that is given twice: equal samples would count as independent ones."""
+    for value in values:
+        if values.count(value) > 1:
+            raise KVQuantError(f"{flag} {words}: {value} twice. Give it once.")
 
 
 def _file(path: Path | None, otherwise: str) -> Path:
@@ -224,7 +234,9 @@ def specs_of(options: SimpleNamespace, tasks: list[Task], flags: list[str]) -> l
     Raises:
         KVQuantError: specs or chunk sizes are wrong, or no chunk size suits a task.
     """
-    chunks = [chunk_size(word) for word in options.chunked_prefill_size.split(",")]
+    words = options.chunked_prefill_size.split(",")
+    _check_once(CHUNK_FLAG, options.chunked_prefill_size, words)
+    chunks = [chunk_size(word) for word in words]
     if any(flag.startswith(CHUNK_FLAG) for flag in flags) and chunks != [CHUNK]:
         raise KVQuantError(f"{CHUNK_FLAG} is before and after --. Give it once, before --.")
     specs = parse_list(options.methods, chunks)
@@ -256,7 +268,8 @@ def launch_of(options: SimpleNamespace, flags: list[str]) -> Launch:
         except ValueError as error:
             raise KVQuantError(f"{flag} {given}: {error}. Close every quote.") from None
     return Launch(
-        str(Path(options.model).resolve()) if Path(options.model).is_dir() else options.model,
+        # A link keeps its name, by which published rotations are found.
+        str(Path(options.model).absolute()) if Path(options.model).is_dir() else options.model,
         options.server_command,
         tuple(flags),
         tuple(shlex.split(options.plain_flags)),

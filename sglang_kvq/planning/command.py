@@ -107,7 +107,8 @@ def serving(planner: Planner, row: Row, flags: list[str]) -> list[str]:
         words += ["--kv-quant-bits", row.setting]
     if row.rotations == "":
         composition = ["--composition", "transform"] if row.name == "transform" else []
-        make = ["kvq", "calibrate", planner.path, *composition, "--text", "FILE", "--output", "rotations"]
+        trusted = [flag for flag in flags if flag == "--trust-remote-code"]
+        make = ["kvq", "calibrate", planner.path, *composition, *trusted, "--text", "FILE", "--output", "rotations"]
         commands.append(shlex.join(make))
         words += ["--kv-quant-rotations", "rotations"]
     if row.budget is not None:

@@ -9,10 +9,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from sglang_kvq.errors import KVQuantError
+from sglang_kvq.evaluation.comparison import launch_of
 from tests.evaluation.conftest import main
 from tests.evaluation.fake_server import FakeServer
 from tests.pairs import few
@@ -201,6 +203,14 @@ def test_no_path_of_this_machine_in_the_report(text, tmp_path):
             assert str(folder) not in content, (path.name, folder)
 
 
+def test_a_model_keeps_the_name_by_which_its_rotations_are_known(tmp_path):
+    (tmp_path / "4f1e").mkdir()
+    (tmp_path / "Qwen3-8B").symlink_to(tmp_path / "4f1e")
+    given = dict(gpus="", server_command="x", plain_flags="", parallel=1, start_timeout=1.0)
+    launch = launch_of(SimpleNamespace(model=str(tmp_path / "Qwen3-8B"), **given), [])
+    assert launch.model == str(tmp_path / "Qwen3-8B")
+
+
 # -- running servers --------------------------------------------------------------------------------------
 
 
@@ -243,6 +253,9 @@ def test_a_reference_must_be_bf16(text, tmp_path):
         ("--model m --text f --chunked-prefill-size 128,small", "'small': must be a number of tokens, or own"),
         ("--model m --text f --methods oscar --chunked-prefill-size own", "add 128 to --chunked-prefill-size"),
         ("--model m --text f --chunked-prefill-size 64 -- --chunked-prefill-size 32", "Give it once"),
+        ("--model m --text f --chunked-prefill-size 64,64", "--chunked-prefill-size 64,64: 64 twice. Give it once"),
+        ("--model m --text f --kl-lengths 800x3,800", "--kl-lengths 800x3,800: 800 twice. Give it once"),
+        ("--model m --text f --tasks needle --needle-lengths 512,640,512", "--needle-lengths 512,640,512: 512 twice"),
         ("--server http://x --text f --gpus 0", "servers that --model starts"),
         ("--server http://x --text f --chunked-prefill-size own", "servers that --model starts"),
     ],

@@ -170,6 +170,13 @@ def test_advice_serves_the_wish_with_the_most_bits():
     assert not row_of(plan, "int4")["serves"] and row_of(plan, "int4")["bits"] > best["bits"]
 
 
+def test_commands_run_the_models_code_if_the_plan_did():
+    wish = ("--gpu", "h200", "--context", "32K", "--concurrency", "100")
+    for more, wanted in (((), False), (("--trust-remote-code",), True)):
+        commands = found(QWEN3, *wish, *more)["best"]["commands"]
+        assert len(commands) == 2 and all(("--trust-remote-code" in line) == wanted for line in commands)
+
+
 @new_tree
 def test_a_shared_memory_serves_many_requests_without_a_budget():
     few, many = (planner("qwen3-8b", wish=Wish(4096, n)).row_of("hadamard", None) for n in (150, 900))

@@ -96,7 +96,8 @@ def _row(slug: str, files: dict[str, Any], references: dict[str, dict[str, Any]]
 
 def _reference(task: str, label: str, references: dict[str, dict[str, Any]]) -> dict[str, Any] | None:
     """Returns BF16's result of a task, with the same chunk size if there is one; others only change its rounding."""
-    suffix = label.removeprefix(spec_of(label)) if " " not in label else ""
+    spec = label.partition(" ")[0]
+    suffix = spec.removeprefix(spec_of(spec))
     found = [references[name] for name in (f"{REFERENCE}{suffix}", *sorted(references)) if name in references]
     return next((files[task] for files in found if task in files), None)
 

@@ -220,7 +220,7 @@ def check_layers_agree(model: ModelConfig) -> None:
 
 
 def read_config(request: Request) -> tuple[ModelConfig, list[str]]:
-    """Returns SGLang's config of the model, and the dtype flags that a server of it needs.
+    """Returns SGLang's config of the model, and the flags that a server of it needs: its dtype, code of its own.
 
     Raises:
         KVQuantError: SGLang is not installed or cannot read the config.
@@ -238,6 +238,7 @@ def read_config(request: Request) -> tuple[ModelConfig, list[str]]:
     except KVQuantError as error:
         raise KVQuantError(f"--model {error}") from None
     torch_and_gpus()  # chooses SGLang's engine
+    trusted = ["--trust-remote-code"] if request.trust_remote_code else []
     import torch
 
     with _quietly():
@@ -249,8 +250,8 @@ def read_config(request: Request) -> tuple[ModelConfig, list[str]]:
         try:
             model = read("auto")
             if model.dtype == torch.bfloat16:
-                return model, []
-            return read("bfloat16"), ["--dtype", "bfloat16"]
+                return model, trusted
+            return read("bfloat16"), ["--dtype", "bfloat16", *trusted]
         except Exception as error:  # SGLang, transformers and the hub raise many types for a missing model
             if "trust_remote_code" in str(error):
                 raise needs_code(request.model) from None
