@@ -13,7 +13,7 @@ from typing import Any
 from sglang_kvq.arguments import check_least, check_new
 from sglang_kvq.errors import KVQuantError, unknown
 from sglang_kvq.evaluation import provenance
-from sglang_kvq.evaluation.client import Client
+from sglang_kvq.evaluation.client import Client, ServerFacts
 from sglang_kvq.evaluation.files import read, write_json, write_whole
 from sglang_kvq.evaluation.material import Material
 from sglang_kvq.evaluation.progress import Display
@@ -21,7 +21,7 @@ from sglang_kvq.evaluation.report import plots
 from sglang_kvq.evaluation.report.page import page, section
 from sglang_kvq.evaluation.report.results import collect, collect_map, write
 from sglang_kvq.evaluation.report.rows import is_map
-from sglang_kvq.evaluation.runner import Runner, server_identity
+from sglang_kvq.evaluation.runner import Runner, server_identity, server_record
 from sglang_kvq.evaluation.servers import Launch
 from sglang_kvq.evaluation.specs import (
     CHUNK,
@@ -202,6 +202,7 @@ def measure(options: SimpleNamespace, tasks: list[Task], flags: list[str], comma
         )
         try:
             if options.server:
+                _check_model(options, store, facts)
                 _measure_running(options, runner, identity, options.name or facts.method)
             else:
                 runner.compare(specs, launch)
@@ -209,6 +210,18 @@ def measure(options: SimpleNamespace, tasks: list[Task], flags: list[str], comma
             display.say(f"interrupted; {options.out} has what was measured: the same command continues from there.")
             raise
     return model, runner.failures
+
+
+def _check_model(options: SimpleNamespace, store: Store, facts: ServerFacts) -> None:
+    """Refuses a running server of another model than those of the folder's results."""
+    served = server_record(facts)["model_path"]
+    for slug, files in store.methods().items():
+        measured = files.get("server", {}).get("model_path", served)
+        if measured != served:
+            raise KVQuantError(
+                f"--server {options.server}: serves {served}, but runs/{slug} was measured on {measured}. Give "
+                "another --out."
+            )
 
 
 def _measure_running(options: SimpleNamespace, runner: Runner, identity: dict[str, Any], label: str) -> None:

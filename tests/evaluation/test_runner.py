@@ -232,6 +232,20 @@ def test_running_servers(text, tmp_path, capsys):
     assert 0 < rows(out)["oscar"]["kl"] < rows(out)["mine"]["kl"]
 
 
+def test_servers_of_other_models_are_refused(tmp_path, gsm8k):
+    class Other(FakeServer):
+        def respond(self, path, body):
+            answer = super().respond(path, body)
+            return {**answer, "model_path": "/models/other"} if path == "/server_info" else answer
+
+    asked = f"--tasks gsm8k --gsm8k {gsm8k} --gsm8k-shots 0 --out {tmp_path / 'out'} --server".split()
+    with FakeServer("oscar") as server, Other("int2") as other:
+        assert main([*asked, server.url]) == 0
+        with pytest.raises(KVQuantError, match="serves other, but runs/oscar was measured on fake. Give another --out"):
+            main([*asked, other.url])
+        assert not other.asked("/v1/chat/completions")
+
+
 def test_a_reference_must_be_bf16(text, tmp_path):
     with FakeServer("int2") as reference, FakeServer("oscar") as server, pytest.raises(KVQuantError, match="not BF16"):
         main(["--server", server.url, "--reference-server", reference.url, "--text", str(text), "--out", str(tmp_path)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gzip
 import itertools
 import json
 import subprocess
@@ -256,6 +257,15 @@ def test_control_character_is_wrong_json_and_no_end_of_a_line(tmp_path, mark):
     path = tmp_path / "problems.jsonl"
     path.write_text(f'{{"question": "one"}}\n{{"question": "a{mark}b"}}\n')
     with pytest.raises(KVQuantError, match="problems.jsonl: .*line 2: Invalid control character"):
+        read_json_lines(path, ("question",))
+
+
+def test_a_damaged_archive_is_named(tmp_path):
+    data = bytearray(gzip.compress(b'{"question": "one"}\n' * 1000))
+    data[12:20] = b"\xff" * 8
+    path = tmp_path / "problems.jsonl.gz"
+    path.write_bytes(data)
+    with pytest.raises(KVQuantError, match="problems.jsonl.gz: not readable as JSON lines .*decompressing"):
         read_json_lines(path, ("question",))
 
 
