@@ -43,6 +43,9 @@ from sglang_kvq.evaluation.tasks.mathematics import MathTask
 from sglang_kvq.evaluation.tasks.needle import NeedleTask
 from sglang_kvq.evaluation.tasks.retrieval import RetrievalTask
 
+#: Options that apply only to servers that ``--model`` starts, and those that apply only to ``--server``.
+OF_MODEL = ("--methods", "--gpus", "--parallel", CHUNK_FLAG, "--server-command", "--plain-flags", "--start-timeout")
+OF_SERVER = ("--reference-server", "--name")
 #: Least values of numeric options that no task checks before it runs.
 LEAST = {
     "parallel": 1,
@@ -83,9 +86,12 @@ def run(options: SimpleNamespace, words: Sequence[str]) -> int:
     for name, least in LEAST.items():
         check_least(f"--{name}", getattr(options, name.replace("-", "_")), least)
     check_new("--out", options.out, folder=True)
-    for flag, value in (("--gpus", options.gpus), (CHUNK_FLAG, options.chunked_prefill_size)):
-        if options.server and value not in ("", str(CHUNK)):
-            raise KVQuantError(f"{flag} {value}: applies only to servers that --model starts. Leave it out.")
+    given = {word.partition("=")[0] for word in words[: len(words) - len(flags)]}
+    others, place = (OF_MODEL, "servers that --model starts") if options.server else (OF_SERVER, "--server")
+    for flag in others:
+        if flag in given:
+            value = getattr(options, flag[2:].replace("-", "_"))
+            raise KVQuantError(f"{flag} {value}: applies only to {place}. Leave it out.")
     model, failures = measure(options, tasks_of(options), flags, shlex.join(map(provenance.without_paths, command)))
     content = collect(Store(options.out), model, command)
     path = write(options.out, content)

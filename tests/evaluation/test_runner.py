@@ -271,6 +271,10 @@ def test_a_reference_must_be_bf16(text, tmp_path):
         ("--model m --text f --kl-lengths 800x3,800", "--kl-lengths 800x3,800: 800 twice. Give it once"),
         ("--model m --text f --tasks needle --needle-lengths 512,640,512", "--needle-lengths 512,640,512: 512 twice"),
         ("--server http://x --text f --gpus 0", "servers that --model starts"),
+        ("--server http://x --text f --methods int2", "--methods int2: applies only to servers that --model starts"),
+        ("--server http://x --text f --parallel=2", "--parallel 2: applies only to servers that --model starts"),
+        ("--model m --text f --reference-server http://y", "--reference-server http://y: applies only to --server"),
+        ("--model m --text f --name mine -- --name x", "--name mine: applies only to --server. Leave it out"),
         ("--server http://x --text f --chunked-prefill-size own", "servers that --model starts"),
     ],
 )
