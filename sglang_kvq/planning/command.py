@@ -19,6 +19,8 @@ from sglang_kvq.errors import KVQuantError
 if TYPE_CHECKING:
     from sglang_kvq.planning.plan import Planner, Row
 
+#: Columns that no table needs.
+_WIDEST = 1000
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20}
 
 
@@ -138,7 +140,9 @@ def _show(planner: Planner, rows: list[Row], best: Row | None, flags: list[str])
         f"--mem-fraction-static {place.fraction:g} gives {planner.weights.total / place.tp / gib:.1f} to the weights "
         f"({planner.weights.source}) and {planner.memory / gib:.1f} to the cache"
     )
-    Console(emoji=False).print(_table(planner, rows))
+    table = _table(planner, rows)
+    # In fewer columns than the table needs, rich would cut names of methods off.
+    Console(emoji=False, width=Console(width=_WIDEST).measure(table).maximum).print(table)
     for why in dict.fromkeys(row.error for row in rows if row.error):
         typer.echo(f"{', '.join(row.name for row in rows if row.error == why)}: {why}")
     for line in _advice(planner, best, flags):

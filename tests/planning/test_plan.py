@@ -258,6 +258,12 @@ def test_text_has_a_row_each_and_the_command():
     assert shown.splitlines()[-1].startswith("  python -m sglang.launch_server --model-path")
 
 
+def test_names_are_whole_in_a_narrow_terminal():
+    wide = ("--weights", "10", "--tp", "2", "--context", "4K", "--concurrency", "8")
+    _, shown = ask(str(MODELS / "gpt-oss-120b"), "--gpu", "l40s", *wide)
+    assert "oscar-lloyd-max " in shown and "budget 0.1 " in shown and "step, ms" in shown and "…" not in shown
+
+
 def test_contexts_are_those_that_the_model_can_have():
     assert contexts_within(40960) == (4096, 32768) and contexts_within(1 << 20) == (4096, 32768, 131072)
     assert contexts_within(2048) == (2048,)
