@@ -270,6 +270,12 @@ def test_a_reference_must_be_bf16(text, tmp_path):
         ("--model m --text f --chunked-prefill-size 64,64", "--chunked-prefill-size 64,64: 64 twice. Give it once"),
         ("--model m --text f --kl-lengths 800x3,800", "--kl-lengths 800x3,800: 800 twice. Give it once"),
         ("--model m --text f --tasks needle --needle-lengths 512,640,512", "--needle-lengths 512,640,512: 512 twice"),
+        (
+            "--model m --text f --tasks needle --needle-lengths 100,512",
+            "--needle-lengths 100,512: each must be at least",
+        ),
+        ("--model m --text f --tasks needle --needle-depths 0,101", "--needle-depths 0,101: each must be a percentage"),
+        ("--model m --tasks multi_key --retrieval-lengths 100", "--retrieval-lengths 100: each must be at least"),
         ("--server http://x --text f --gpus 0", "servers that --model starts"),
         ("--server http://x --text f --methods int2", "--methods int2: applies only to servers that --model starts"),
         ("--server http://x --text f --parallel=2", "--parallel 2: applies only to servers that --model starts"),
