@@ -1,7 +1,8 @@
-"""The format of a result file: what was measured, where, with which versions and by which command."""
+"""The format of a result file: what was measured, where, with which versions and by which command; parses commands."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import sys
@@ -33,6 +34,13 @@ def command() -> list[str]:
     else:
         run = [str(file)]
     return ["python", *run, *sys.argv[1:]]
+
+
+def parse(parser: argparse.ArgumentParser) -> tuple[argparse.Namespace, list[str]]:
+    """Parses the command line as far as ``--``; also returns the words after it, which are flags of servers."""
+    words = sys.argv[1:]
+    at = words.index("--") if "--" in words else len(words)
+    return parser.parse_args(words[:at]), words[at + 1 :]
 
 
 def write(path: str | Path, name: str, rows: list[dict], **more) -> None:

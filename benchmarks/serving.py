@@ -461,9 +461,7 @@ def main() -> None:
         "--cpu", action="store_true", help="servers on the CPU engine: only shows that this script works"
     )
     parser.add_argument("--plot", action="store_true", help="only draw the plot of --out")
-    words = sys.argv[1:]
-    at = words.index("--") if "--" in words else len(words)
-    args = parser.parse_args(words[:at])
+    args, more = record.parse(parser)
     if args.plot:
         plot(args.out)
         return
@@ -481,7 +479,7 @@ def main() -> None:
     flags += ["--stream-interval", str(EVENT)]
     flags += [] if args.cpu else ["--mem-fraction-static", args.mem_fraction_static]
     flags += graph_flags(scale, groups)
-    flags += ["--tp-size", str(args.tp_size), *words[at + 1 :]]
+    flags += ["--tp-size", str(args.tp_size), *more]
     rows: dict[str, dict] = {r["scenario"]: r for r in record.read_rows(args.out)} if len(servers) == 1 else {}
     for row in rows.values():  # a row measured again gets a new source
         for name in record.SOURCE:

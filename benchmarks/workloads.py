@@ -173,9 +173,7 @@ def options() -> tuple[argparse.ArgumentParser, argparse.Namespace, list[str]]:
     parser.add_argument("--logs", type=Path, help="folder for logs; default a temporary one")
     parser.add_argument("--plot", action="store_true", help="only draw the figure of --out")
     parser.add_argument("--table", action="store_true", help="only print the tables of docs/performance.md from --out")
-    words = sys.argv[1:]
-    at = words.index("--") if "--" in words else len(words)
-    return parser, parser.parse_args(words[:at]), words[at + 1 :]
+    return parser, *record.parse(parser)
 
 
 def main() -> None:

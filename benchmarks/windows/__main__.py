@@ -135,9 +135,8 @@ def parser_of() -> argparse.ArgumentParser:
 
 
 def main() -> None:
-    parser, words = parser_of(), sys.argv[1:]
-    at = words.index("--") if "--" in words else len(words)
-    args, more = parser.parse_args(words[:at]), words[at + 1 :]
+    parser = parser_of()
+    args, more = record.parse(parser)
     if args.page:
         print(write_page())
         return

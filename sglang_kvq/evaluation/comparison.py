@@ -13,7 +13,7 @@ from typing import Any
 from sglang_kvq.arguments import check_least, check_new
 from sglang_kvq.errors import KVQuantError, unknown
 from sglang_kvq.evaluation import provenance
-from sglang_kvq.evaluation.client import Client
+from sglang_kvq.evaluation.client import Client, ServerFacts
 from sglang_kvq.evaluation.files import read, write_json, write_whole
 from sglang_kvq.evaluation.material import Material
 from sglang_kvq.evaluation.progress import Display
@@ -21,7 +21,7 @@ from sglang_kvq.evaluation.report import plots
 from sglang_kvq.evaluation.report.page import page, section
 from sglang_kvq.evaluation.report.results import collect, collect_map, write
 from sglang_kvq.evaluation.report.rows import is_map
-from sglang_kvq.evaluation.runner import Runner, server_identity
+from sglang_kvq.evaluation.runner import Runner, server_identity, server_record
 from sglang_kvq.evaluation.servers import Launch
 from sglang_kvq.evaluation.specs import (
     CHUNK,
@@ -33,7 +33,7 @@ from sglang_kvq.evaluation.specs import (
     parse,
     parse_list,
 )
-from sglang_kvq.evaluation.store import Store
+from sglang_kvq.evaluation.store import Store, common_settings
 from sglang_kvq.evaluation.tasks import KINDS, TASK_NAMES
 from sglang_kvq.evaluation.tasks.base import Bench, ReferenceTask, Task
 from sglang_kvq.evaluation.tasks.gsm8k import GSM8KTask
@@ -43,6 +43,9 @@ from sglang_kvq.evaluation.tasks.mathematics import MathTask
 from sglang_kvq.evaluation.tasks.needle import NeedleTask
 from sglang_kvq.evaluation.tasks.retrieval import RetrievalTask
 
+#: Options that apply only to servers that ``--model`` starts, and those that apply only to ``--server``.
+OF_MODEL = ("--methods", "--gpus", "--parallel", CHUNK_FLAG, "--server-command", "--plain-flags", "--start-timeout")
+OF_SERVER = ("--reference-server", "--name")
 #: Least values of numeric options that no task checks before it runs.
 LEAST = {
     "parallel": 1,
@@ -83,9 +86,12 @@ def run(options: SimpleNamespace, words: Sequence[str]) -> int:
     for name, least in LEAST.items():
         check_least(f"--{name}", getattr(options, name.replace("-", "_")), least)
     check_new("--out", options.out, folder=True)
-    for flag, value in (("--gpus", options.gpus), (CHUNK_FLAG, options.chunked_prefill_size)):
-        if options.server and value not in ("", str(CHUNK)):
-            raise KVQuantError(f"{flag} {value}: applies only to servers that --model starts. Leave it out.")
+    given = {word.partition("=")[0] for word in words[: len(words) - len(flags)]}
+    others, place = (OF_MODEL, "servers that --model starts") if options.server else (OF_SERVER, "--server")
+    for flag in others:
+        if flag in given:
+            value = getattr(options, flag[2:].replace("-", "_"))
+            raise KVQuantError(f"{flag} {value}: applies only to {place}. Leave it out.")
     model, failures = measure(options, tasks_of(options), flags, shlex.join(map(provenance.without_paths, command)))
     content = collect(Store(options.out), model, command)
     path = write(options.out, content)
@@ -111,6 +117,7 @@ def tasks_of(options: SimpleNamespace) -> list[Task]:
 def _task(name: str, given: SimpleNamespace) -> Task:
     if name == "kl":
         contexts = tuple(_context(word, given.kl_contexts) for word in given.kl_lengths.split(","))
+        _check_once("--kl-lengths", given.kl_lengths, [length for length, _ in contexts])
         return KLTask(tuple(given.text), given.text_skip, contexts, given.kl_first, given.kl_top)
     if name == "needle":
         filler = given.needle_text or next(iter(given.text), None)
@@ -157,9 +164,18 @@ def _context(word: str, usual: int) -> tuple[int, int]:
 
 def _numbers(flag: str, words: str) -> tuple[int, ...]:
     try:
-        return tuple(map(int, words.split(",")))
+        found = tuple(map(int, words.split(",")))
     except ValueError:
         raise KVQuantError(f"{flag} {words!r}: must be whole numbers, separated by commas.") from None
+    _check_once(flag, words, found)
+    return found
+
+
+def _check_once(flag: str, words: str, values: Sequence[object]) -> None:
+    """Refuses a value that is given twice: equal samples would count as independent ones."""
+    for value in values:
+        if values.count(value) > 1:
+            raise KVQuantError(f"{flag} {words}: {value} twice. Give it once.")
 
 
 def _file(path: Path | None, otherwise: str) -> Path:
@@ -182,14 +198,17 @@ def measure(options: SimpleNamespace, tasks: list[Task], flags: list[str], comma
         specs, launch, path = specs_of(options, tasks, flags), launch_of(options, flags), options.model
         known_as = launch.known_as
     model = options.label or Path(path).name.lower() or "model"
+    for task in tasks:
+        task.identity()  # refuses files that cannot be read, before the folder exists
     store = Store(options.out, options.overwrite, command)
     material = Material(options.out / "material", known_as, options.tokenizer or None)
-    with Display() as display:
+    with store.locked(), Display() as display:
         runner = Runner(
             tasks, store, material, display, concurrency=options.concurrency, timeout=options.request_timeout
         )
         try:
             if options.server:
+                _check_model(options, store, facts)
                 _measure_running(options, runner, identity, options.name or facts.method)
             else:
                 runner.compare(specs, launch)
@@ -199,9 +218,23 @@ def measure(options: SimpleNamespace, tasks: list[Task], flags: list[str], comma
     return model, runner.failures
 
 
+def _check_model(options: SimpleNamespace, store: Store, facts: ServerFacts) -> None:
+    """Refuses a running server of another model than those of the folder's results."""
+    served = server_record(facts)["model_path"]
+    for slug, files in store.methods().items():
+        measured = files.get("server", {}).get("model_path", served)
+        if measured != served:
+            raise KVQuantError(
+                f"--server {options.server}: serves {served}, but runs/{slug} was measured on {measured}. Give "
+                "another --out."
+            )
+
+
 def _measure_running(options: SimpleNamespace, runner: Runner, identity: dict[str, Any], label: str) -> None:
     slug = MethodSpec(label, REFERENCE).slug
     wanted = [task for task in runner.tasks if not runner.finished(slug, identity, task)]
+    planned = {(slug, task.name): {**identity, "task": task.identity()} for task in runner.tasks}
+    common_settings(runner.store.methods(), planned)
     for task in wanted:
         if options.reference_server and isinstance(task, ReferenceTask):
             reference = Client(options.reference_server, timeout=options.request_timeout)
@@ -220,7 +253,9 @@ def specs_of(options: SimpleNamespace, tasks: list[Task], flags: list[str]) -> l
     Raises:
         KVQuantError: specs or chunk sizes are wrong, or no chunk size suits a task.
     """
-    chunks = [chunk_size(word) for word in options.chunked_prefill_size.split(",")]
+    words = options.chunked_prefill_size.split(",")
+    _check_once(CHUNK_FLAG, options.chunked_prefill_size, words)
+    chunks = [chunk_size(word) for word in words]
     if any(flag.startswith(CHUNK_FLAG) for flag in flags) and chunks != [CHUNK]:
         raise KVQuantError(f"{CHUNK_FLAG} is before and after --. Give it once, before --.")
     specs = parse_list(options.methods, chunks)
@@ -252,7 +287,8 @@ def launch_of(options: SimpleNamespace, flags: list[str]) -> Launch:
         except ValueError as error:
             raise KVQuantError(f"{flag} {given}: {error}. Close every quote.") from None
     return Launch(
-        str(Path(options.model).resolve()) if Path(options.model).is_dir() else options.model,
+        # A link keeps its name, by which published rotations are found.
+        str(Path(options.model).absolute()) if Path(options.model).is_dir() else options.model,
         options.server_command,
         tuple(flags),
         tuple(shlex.split(options.plain_flags)),

@@ -19,7 +19,7 @@ from sglang_kvq.evaluation.material import Material
 from sglang_kvq.evaluation.progress import Display
 from sglang_kvq.evaluation.servers import EvaluatedServer, Launch
 from sglang_kvq.evaluation.specs import MethodSpec
-from sglang_kvq.evaluation.store import Store
+from sglang_kvq.evaluation.store import Store, common_settings
 from sglang_kvq.evaluation.tasks.base import Bench, ReferenceTask, Task
 from sglang_kvq.server_process import ServerFailed
 
@@ -63,12 +63,14 @@ class Runner:
             KVQuantError: existing results have other settings; raised before anything starts.
         """
         jobs = []
+        planned: dict[tuple[str, str], dict[str, Any]] = {}
         # The reference comes last: its distributions are needed again only if another method is still to be compared.
         compared: set[str] = set()
         for spec in sorted(specs, key=lambda spec: spec.is_reference):
             identity = launch.identity(spec)
             tasks = [task for task in self.tasks if _sees_cache(task, spec)]
             open_tasks = [task for task in tasks if not self.finished(spec.slug, identity, task)]
+            planned |= {(spec.slug, task.name): {**identity, "task": task.identity()} for task in tasks}
             if spec.is_reference and not self.material.has("reference"):
                 open_tasks = [task for task in tasks if task in open_tasks or task.name in compared]
             compared |= {task.name for task in open_tasks if isinstance(task, ReferenceTask)}
@@ -79,6 +81,7 @@ class Runner:
                 self.display.say(f"{spec.label}: already measured")
             else:
                 jobs.append((spec, identity, open_tasks))
+        common_settings(self.store.methods(), planned)
         if not any(spec.is_reference and isinstance(task, ReferenceTask) for spec, _, tasks in jobs for task in tasks):
             self.material.settle_reference()  # stored by an earlier run, or not needed
 

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.evaluation.files import read, write_json
+from sglang_kvq.evaluation.tasks import TASK_NAMES
 
 if TYPE_CHECKING:
     from sglang_kvq.evaluation.tasks.base import Outcome
+
+
+#: The file of an output folder that is locked while something is measured into it.
+LOCK = ".lock"
 
 
 class Store:
@@ -24,6 +32,29 @@ class Store:
 
     def __init__(self, folder: Path, overwrite: bool = False, command: str = "") -> None:
         self.folder, self.overwrite, self.command = folder, overwrite, command
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keeps other processes from measuring into the folder. The system ends the lock with this process.
+
+        Raises:
+            KVQuantError: another process is measuring, or the file system refuses the lock.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with contextlib.ExitStack() as opened:
+            try:
+                file = opened.enter_context((self.folder / LOCK).open("a"))
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise KVQuantError(
+                    f"--out {self.folder}: another kvq eval is measuring into this folder. Wait until it ends, or give "
+                    "another --out."
+                ) from None
+            except OSError as error:
+                raise KVQuantError(
+                    f"--out {self.folder}: its file {LOCK} cannot be locked ({error.strerror}). Give another --out."
+                ) from error
+            yield
 
     def runs(self, slug: str) -> Path:
         return self.folder / "runs" / slug
@@ -73,6 +104,42 @@ class Store:
             if files:
                 found[folder.name] = files
         return found
+
+
+def common_settings(
+    methods: Mapping[str, Mapping[str, Any]], planned: Mapping[tuple[str, str], dict[str, Any]] | None = None
+) -> dict[str, Any]:
+    """Returns each task's settings, which must be equal for all methods, or its column would compare nothing.
+
+    Args:
+        methods: see ``Store.methods``.
+        planned: identities of what is about to be measured, by method and task; they replace stored ones.
+
+    Raises:
+        KVQuantError: methods have other settings of a task, or were measured on other models.
+    """
+    planned = {key: json.loads(json.dumps(identity)) for key, identity in (planned or {}).items()}
+    settings = {task: identity["task"] for (_, task), identity in planned.items()}
+    model = next((identity["model"] for identity in planned.values() if "model" in identity), None)
+    for slug, files in methods.items():
+        for task in TASK_NAMES:
+            if task not in files or (slug, task) in planned:
+                continue
+            found = files[task]["identity"]
+            model = model or found.get("model")
+            if found.get("model", model) != model:
+                raise KVQuantError(
+                    f"runs/{slug}/{task}.json was measured on another model ({found['model']}, not {model}). Delete "
+                    "it, or give another --out."
+                )
+            wanted = settings.setdefault(task, found["task"])
+            if wanted != found["task"]:
+                raise KVQuantError(
+                    f"runs/{slug}/{task}.json was measured with other settings than the same task of other methods "
+                    f"({differences(found['task'], wanted)}). Measure it again with --overwrite, delete it, or give "
+                    "another --out."
+                )
+    return settings
 
 
 def differences(stored: dict[str, Any], wanted: dict[str, Any], prefix: str = "") -> str:

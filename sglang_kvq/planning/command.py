@@ -19,6 +19,8 @@ from sglang_kvq.errors import KVQuantError
 if TYPE_CHECKING:
     from sglang_kvq.planning.plan import Planner, Row
 
+#: Columns that no table needs.
+_WIDEST = 1000
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20}
 
 
@@ -39,7 +41,10 @@ def plan(
     trust_remote_code: Annotated[bool, typer.Option(help="Run the code of the model's config.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON value on stdout instead of text.")] = False,
 ) -> None:
-    """Show what fits on given GPUs, and which method serves a wanted load; needs no GPU. Exit status 1 if none does."""
+    """Show what fits on given GPUs, and which method serves a wanted load; needs no GPU.
+
+    Exit status 1 if no method fits, or none serves the load.
+    """
     from sglang_kvq.planning import plan as planning
     from sglang_kvq.planning.gpus import GIB, find_gpu
     from sglang_kvq.planning.weights import Weights, find_weights
@@ -69,12 +74,13 @@ def plan(
         found = Weights(int(weights * GIB), 0, 0, "--weights")
     wish = None if tokens is None or concurrency is None else planning.Wish(tokens, concurrency)
     planner = planning.Planner(model, read, found, place, wish)
-    rows, best = [*planner.plain_rows(), *planner.method_rows()], planner.best() if wish else None
+    methods, best = list(planner.method_rows()), planner.best() if wish else None
+    rows = [*planner.plain_rows(), *methods]
     if as_json:
         typer.echo(json.dumps(_to_json(planner, rows, best, flags), indent=2))
     else:
         _show(planner, rows, best, flags)
-    raise typer.Exit(int(wish is not None and best is None))
+    raise typer.Exit(int(best is None if wish else all(row.error for row in methods)))
 
 
 def parse_tokens(flag: str, text: str) -> int:
@@ -103,7 +109,8 @@ def serving(planner: Planner, row: Row, flags: list[str]) -> list[str]:
         words += ["--kv-quant-bits", row.setting]
     if row.rotations == "":
         composition = ["--composition", "transform"] if row.name == "transform" else []
-        make = ["kvq", "calibrate", planner.path, *composition, "--text", "FILE", "--output", "rotations"]
+        trusted = [flag for flag in flags if flag == "--trust-remote-code"]
+        make = ["kvq", "calibrate", planner.path, *composition, *trusted, "--text", "FILE", "--output", "rotations"]
         commands.append(shlex.join(make))
         words += ["--kv-quant-rotations", "rotations"]
     if row.budget is not None:
@@ -133,7 +140,11 @@ def _show(planner: Planner, rows: list[Row], best: Row | None, flags: list[str])
         f"--mem-fraction-static {place.fraction:g} gives {planner.weights.total / place.tp / gib:.1f} to the weights "
         f"({planner.weights.source}) and {planner.memory / gib:.1f} to the cache"
     )
-    Console(emoji=False).print(_table(planner, rows))
+    table = _table(planner, rows)
+    # In fewer columns than the table needs, rich would cut names of methods off.
+    Console(emoji=False, width=Console(width=_WIDEST).measure(table).maximum).print(table)
+    for why in dict.fromkeys(row.error for row in rows if row.error):
+        typer.echo(f"{', '.join(row.name for row in rows if row.error == why)}: {why}")
     for line in _advice(planner, best, flags):
         typer.echo(line)
 

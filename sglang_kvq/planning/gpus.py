@@ -34,6 +34,11 @@ class Gpu:
     memory: int
     bandwidth: float
 
+    @property
+    def total(self) -> float:
+        """Its whole memory in MiB, as ``nvidia-smi`` shows it."""
+        return (self.memory + CONTEXT_BYTES) / (1 << 20)
+
 
 def find_gpu(name: str) -> Gpu:
     """Returns the known GPU with this name, or one described as ``GIB:TB/S``.

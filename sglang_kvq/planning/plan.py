@@ -21,7 +21,7 @@ from sglang_kvq.planning.weights import Weights
 from sglang_kvq.rotations.base import RotationMeta, Rotations
 from sglang_kvq.rotations.identity import geometry_of
 from sglang_kvq.rotations.resolve import locate_rotations, plane_formats, resolve_formats
-from sglang_kvq.sglang.doctor.capacity import Capacity, capacity, state_bytes, window_bytes
+from sglang_kvq.sglang.doctor.capacity import capacity, default_chunk, plain_capacity, state_bytes, window_bytes
 from sglang_kvq.sglang.types import ModelConfig
 
 #: Widths of transform coding that are tried to serve a wish, in bits per element.
@@ -99,6 +99,7 @@ class Row:
         tokens, requests: limits of all copies together; ``requests`` None means no limit.
         at: number of requests that fit, by context.
         rotations: location of the method's rotations; "" if none are known; None if the method needs no rotation file.
+        error: why not a single request fits; None if one does.
         serves: whether it serves the wish.
         step_ms: lower bound on the time of a decode step that serves the wish, from memory bandwidth alone.
     """
@@ -111,6 +112,7 @@ class Row:
     requests: int | None
     at: dict[int, int]
     rotations: str | None = None
+    error: str | None = None
     serves: bool = False
     step_ms: float | None = None
 
@@ -136,13 +138,11 @@ class Planner:
 
     def plain_rows(self) -> Iterator[Row]:
         """Yields the rows of SGLang without the plugin: with a BF16 cache, and with an FP8 cache."""
-        config = KVQuantConfig("hadamard")
-        held = self._capacity(config, self._geometry(config))
+        geometry = self._geometry(KVQuantConfig("hadamard"))
+        in_bf16, requests = plain_capacity(geometry, self.model, self.place.tp, self.memory)
         for name, bits in (("BF16", 16), ("FP8", 8)):
-            tokens = held.tokens_bf16 * 16 // bits
-            yield self._row(
-                name, bits, None, None, tokens, held.requests_bf16, bits / 16, _fitting(tokens, held.requests_bf16)
-            )
+            tokens = in_bf16 * 16 // bits
+            yield self._row(name, bits, None, None, tokens, requests, bits / 16, _fitting(tokens, requests))
 
     def method_rows(self) -> Iterator[Row]:
         """Yields each method's row at its default width and budget, or at the nearest budget that serves the wish."""
@@ -153,8 +153,14 @@ class Planner:
         """Returns a method's row at a width; the budget is chosen as in ``method_rows``."""
         config = KVQuantConfig(name, bits=setting)
         geometry = self._geometry(config)
-        row = self._method_row(config, geometry)
-        if self.wish is None or row.serves or row.budget is None or self._is_hopeless(self.wish, geometry):
+        try:
+            row = self._method_row(config, geometry)
+            chosen = row.serves or row.budget is None
+        except KVQuantError as error:
+            bits = 16 * geometry.page_bytes / geometry.slot_bytes
+            row = Row(name, bits, setting, None, 0, 0, dict.fromkeys(self.contexts, 0), error=str(error))
+            chosen = False
+        if chosen or self.wish is None or self._is_hopeless(self.wish, geometry):
             return row
         for percent in sorted(BUDGETS, key=lambda percent: abs(percent / 100 - config.bf16_share)):
             try:
@@ -201,11 +207,9 @@ class Planner:
         rotations = Rotations(matrix, matrix, meta, k_energies=energies, v_energies=energies)
         return plane_formats(rotations, config.width.bits)
 
-    def _capacity(self, config: KVQuantConfig, geometry: KVGeometry) -> Capacity:
-        return capacity(config, geometry, self.model, self.place.tp, self.memory)
-
     def _method_row(self, config: KVQuantConfig, geometry: KVGeometry) -> Row:
-        held = self._capacity(config, geometry)
+        chunk = default_chunk(self.place.gpu.total)
+        held = capacity(config, geometry, self.model, self.place.tp, self.memory, chunk)
         row = self._row(
             config.method,
             16 * geometry.page_bytes / geometry.slot_bytes,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 
 import pytest
@@ -31,3 +32,11 @@ def test_command_of_a_module_that_is_run(monkeypatch: pytest.MonkeyPatch) -> Non
         sys.modules["__main__"], "__spec__", ModuleSpec("benchmarks.research.episodes.recall", None, origin=file)
     )
     assert record.command() == ["python", "-m", "benchmarks.research.episodes.recall", "--limit", "2"]
+
+
+@pytest.mark.parametrize(("words", "flags"), [([], []), (["--", "--tp", "2", "--"], ["--tp", "2", "--"])])
+def test_words_after_two_dashes_are_for_servers(words: list[str], flags: list[str], monkeypatch: pytest.MonkeyPatch):
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out")
+    monkeypatch.setattr(sys, "argv", ["x", "--out", "y", *words])
+    assert record.parse(parser) == (argparse.Namespace(out="y"), flags)

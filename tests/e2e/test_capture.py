@@ -23,7 +23,7 @@ def test_engine_and_transformers_see_the_same_moments(servers, tmp_path):
     (tmp_path / "corpus.txt").write_text(held_out_text())
     command = [
         "calibrate", str(model), "--text", str(tmp_path / "corpus.txt"), "--output", str(tmp_path / "out"),
-        "--tokens", "1024", "--context", "512", "--positions", "512", "--engine", "sglang",
+        "--tokens", "1000", "--context", "500", "--positions", "500", "--engine", "sglang",
         "--engine-arg", "max_total_tokens=2048", "--engine-arg", "max_running_requests=2",
         "--engine-arg", "random_seed=0",
     ]  # fmt: skip
@@ -40,11 +40,11 @@ def test_engine_and_transformers_see_the_same_moments(servers, tmp_path):
     )
     assert run.returncode == 0, run.stderr[-4000:]
     rotations = load_rotations(tmp_path / "out", layers=layers, kv_heads=KV_HEADS, head_dim=DIM)
-    assert len(rotations.meta.clip_k) == layers and rotations.meta.tokens == 1024
+    assert len(rotations.meta.clip_k) == layers and rotations.meta.tokens == 1000
     assert json.loads((tmp_path / "out" / "config.json").read_text())["sensitivity"] is None
 
     network, tokenizer = load_model(str(model), device="cpu", dtype="bfloat16")
-    settings = CalibrationSettings(tokens=1024, context=512)
+    settings = CalibrationSettings(tokens=1000, context=500)
     sums = MomentSums(settings.sink)
     with torch.inference_mode(), attention_hook(network, lambda layer, q, k, v, scale: sums.add(layer, q, k, v)):
         for ids in draw_contexts(tokenize(tokenizer, held_out_text(), embedding_rows(network)), settings):

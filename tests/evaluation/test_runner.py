@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from sglang_kvq.errors import KVQuantError
+from sglang_kvq.evaluation.comparison import launch_of
 from tests.evaluation.conftest import main
 from tests.evaluation.fake_server import FakeServer
 from tests.pairs import few
@@ -132,7 +135,40 @@ def test_other_settings_are_refused_or_measured_again(text, tmp_path):
     assert json.loads((out / "runs/none/kl.json").read_text())["identity"]["task"]["first"] == 60
 
 
-def test_results_of_another_model_are_refused(text, tmp_path):
+def test_settings_that_differ_between_methods_are_refused_before_anything_starts(text, tmp_path, gsm8k):
+    out, tasks = tmp_path / "out", ["--tasks", "gsm8k", "--gsm8k", str(gsm8k), "--gsm8k-shots", "0"]
+    assert main(words(text, out, "--methods", "int2", *tasks)) == 0
+    kept = {path: path.stat().st_mtime_ns for path in out.rglob("*")}
+    other = [*tasks, "--gsm8k-problems", "2"]
+    with pytest.raises(KVQuantError, match=r"runs/int2/gsm8k.json .* \(problems: 200, now 2\)"):
+        main(words(text, out, "--methods", "oscar", *other, "--overwrite"))
+    with FakeServer("oscar") as server, pytest.raises(KVQuantError, match="problems: 200, now 2"):
+        main(["--server", server.url, "--out", str(out), *other])
+    assert kept == {path: path.stat().st_mtime_ns for path in out.rglob("*")}
+    assert main(words(text, out, "--methods", "oscar,int2", *other, "--overwrite")) == 0
+
+
+def test_two_runs_do_not_measure_into_one_folder(text, tmp_path, monkeypatch):
+    out, asked = tmp_path / "out", words(text, tmp_path / "out", "--methods", "none")
+    hung = [sys.executable, "-m", "sglang_kvq.cli", "eval", *asked, "--", "--hang", "none"]
+    with subprocess.Popen(hung, stderr=subprocess.PIPE, text=True) as run:
+        next(line for line in run.stderr if "none: kl" in line)
+        try:
+            with pytest.raises(KVQuantError, match=rf"--out {out}: another kvq eval is measuring .* another --out"):
+                main(asked)
+        finally:
+            run.kill()
+    assert main(asked) == 0, "a killed run keeps no lock"
+
+    def without_locks(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", without_locks)
+    with pytest.raises(KVQuantError, match=r"cannot be locked \(No locks available\). Give another --out"):
+        main(asked)
+
+
+def test_results_of_another_model_are_refused(text, tmp_path, gsm8k):
     """Two checkpoints may have one name, one config and files of one size."""
     out, models = tmp_path / "out", [tmp_path / name / "fake-1b" for name in "ab"]
     for number, model in enumerate(models):
@@ -142,6 +178,9 @@ def test_results_of_another_model_are_refused(text, tmp_path):
     assert main(words(text, out, "--methods", "int2", model=models[0])) == 0
     with pytest.raises(KVQuantError, match=r"was measured with other settings \(model: "):
         main(words(text, out, "--methods", "int2", model=models[1]))
+    tasks = ["--tasks", "gsm8k", "--gsm8k", str(gsm8k), "--gsm8k-shots", "0"]
+    with pytest.raises(KVQuantError, match=r"runs/int2/kl.json was measured on another model \(fake-1b "):
+        main(words(text, out, "--methods", "oscar", *tasks, model=models[1]))
 
 
 def test_many_servers_at_once(text, tmp_path, humaneval, gsm8k):
@@ -162,6 +201,14 @@ def test_no_path_of_this_machine_in_the_report(text, tmp_path):
         content = path.read_text() if path.suffix != ".png" else ""
         for folder in (tmp_path, Path.home(), Path(sys.executable).parent, "/somewhere", "/models"):
             assert str(folder) not in content, (path.name, folder)
+
+
+def test_a_model_keeps_the_name_by_which_its_rotations_are_known(tmp_path):
+    (tmp_path / "4f1e").mkdir()
+    (tmp_path / "Qwen3-8B").symlink_to(tmp_path / "4f1e")
+    given = dict(gpus="", server_command="x", plain_flags="", parallel=1, start_timeout=1.0)
+    launch = launch_of(SimpleNamespace(model=str(tmp_path / "Qwen3-8B"), **given), [])
+    assert launch.model == str(tmp_path / "Qwen3-8B")
 
 
 # -- running servers --------------------------------------------------------------------------------------
@@ -185,6 +232,20 @@ def test_running_servers(text, tmp_path, capsys):
     assert 0 < rows(out)["oscar"]["kl"] < rows(out)["mine"]["kl"]
 
 
+def test_servers_of_other_models_are_refused(tmp_path, gsm8k):
+    class Other(FakeServer):
+        def respond(self, path, body):
+            answer = super().respond(path, body)
+            return {**answer, "model_path": "/models/other"} if path == "/server_info" else answer
+
+    asked = f"--tasks gsm8k --gsm8k {gsm8k} --gsm8k-shots 0 --out {tmp_path / 'out'} --server".split()
+    with FakeServer("oscar") as server, Other("int2") as other:
+        assert main([*asked, server.url]) == 0
+        with pytest.raises(KVQuantError, match="serves other, but runs/oscar was measured on fake. Give another --out"):
+            main([*asked, other.url])
+        assert not other.asked("/v1/chat/completions")
+
+
 def test_a_reference_must_be_bf16(text, tmp_path):
     with FakeServer("int2") as reference, FakeServer("oscar") as server, pytest.raises(KVQuantError, match="not BF16"):
         main(["--server", server.url, "--reference-server", reference.url, "--text", str(text), "--out", str(tmp_path)])
@@ -206,7 +267,20 @@ def test_a_reference_must_be_bf16(text, tmp_path):
         ("--model m --text f --chunked-prefill-size 128,small", "'small': must be a number of tokens, or own"),
         ("--model m --text f --methods oscar --chunked-prefill-size own", "add 128 to --chunked-prefill-size"),
         ("--model m --text f --chunked-prefill-size 64 -- --chunked-prefill-size 32", "Give it once"),
+        ("--model m --text f --chunked-prefill-size 64,64", "--chunked-prefill-size 64,64: 64 twice. Give it once"),
+        ("--model m --text f --kl-lengths 800x3,800", "--kl-lengths 800x3,800: 800 twice. Give it once"),
+        ("--model m --text f --tasks needle --needle-lengths 512,640,512", "--needle-lengths 512,640,512: 512 twice"),
+        (
+            "--model m --text f --tasks needle --needle-lengths 100,512",
+            "--needle-lengths 100,512: each must be at least",
+        ),
+        ("--model m --text f --tasks needle --needle-depths 0,101", "--needle-depths 0,101: each must be a percentage"),
+        ("--model m --tasks multi_key --retrieval-lengths 100", "--retrieval-lengths 100: each must be at least"),
         ("--server http://x --text f --gpus 0", "servers that --model starts"),
+        ("--server http://x --text f --methods int2", "--methods int2: applies only to servers that --model starts"),
+        ("--server http://x --text f --parallel=2", "--parallel 2: applies only to servers that --model starts"),
+        ("--model m --text f --reference-server http://y", "--reference-server http://y: applies only to --server"),
+        ("--model m --text f --name mine -- --name x", "--name mine: applies only to --server. Leave it out"),
         ("--server http://x --text f --chunked-prefill-size own", "servers that --model starts"),
     ],
 )

@@ -14,7 +14,7 @@ from tests.conftest import ROOT
 
 #: Layers from the lowest up. A package imports only packages before it, at the top of a file or within a function.
 LAYERS = (
-    ("constants", "errors", "releases", "phases", "interruption", "rotation_zoo"),
+    ("constants", "errors", "releases", "cpus", "phases", "interruption", "rotation_zoo"),
     ("arguments", "usage", "server_process"),
     ("formats",),
     ("methods", "kernels"),

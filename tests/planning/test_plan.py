@@ -15,8 +15,9 @@ from sglang_kvq.cache.layout import contexts_within
 from sglang_kvq.cli import app
 from sglang_kvq.config import DEFAULT_BUDGET, KVQuantConfig
 from sglang_kvq.errors import KVQuantError
+from sglang_kvq.planning import plan as plan_module
 from sglang_kvq.planning.command import parse_tokens
-from sglang_kvq.planning.gpus import KNOWN, find_gpu
+from sglang_kvq.planning.gpus import GIB, KNOWN, find_gpu
 from sglang_kvq.planning.plan import Place, Planner, Row, Wish
 from sglang_kvq.planning.weights import Weights, find_weights
 from sglang_kvq.releases import NEW_TREE
@@ -169,6 +170,13 @@ def test_advice_serves_the_wish_with_the_most_bits():
     assert not row_of(plan, "int4")["serves"] and row_of(plan, "int4")["bits"] > best["bits"]
 
 
+def test_commands_run_the_models_code_if_the_plan_did():
+    wish = ("--gpu", "h200", "--context", "32K", "--concurrency", "100")
+    for more, wanted in (((), False), (("--trust-remote-code",), True)):
+        commands = found(QWEN3, *wish, *more)["best"]["commands"]
+        assert len(commands) == 2 and all(("--trust-remote-code" in line) == wanted for line in commands)
+
+
 @new_tree
 def test_a_shared_memory_serves_many_requests_without_a_budget():
     few, many = (planner("qwen3-8b", wish=Wish(4096, n)).row_of("hadamard", None) for n in (150, 900))
@@ -196,6 +204,39 @@ def test_wish_that_nothing_serves():
     )
 
 
+def test_a_memory_that_holds_no_window_is_said_once_and_the_other_rows_are_shown():
+    left = planner("qwen3-8b", "80:3.35").memory / GIB
+    weights = str(planner("qwen3-8b", "80:3.35").weights.total / GIB + left - 0.3)
+    status, shown = ask(QWEN3, "--gpu", "80:3.35", "--weights", weights)
+    assert status == 1 and shown.count("one request") == 1 and re.search(r"^oscar, .*int4: The KV cache", shown, re.M)
+    rows = found(QWEN3, "--gpu", "80:3.35", "--weights", weights)["rows"]
+    assert rows[0]["tokens"] > 2000 and not rows[0]["error"] and all(row["error"] for row in rows[2:])
+
+
+def test_one_methods_error_is_its_own(monkeypatch):
+    def but_kivi(config, *given, capacity=plan_module.capacity):
+        if config.method == "kivi":
+            raise KVQuantError("no room for kivi.")
+        return capacity(config, *given)
+
+    monkeypatch.setattr(plan_module, "capacity", but_kivi)
+    status, shown = ask(QWEN3, "--gpu", "h100", "--context", "4K", "--concurrency", "8")
+    assert status == 0 and "kivi: no room for kivi." in shown and "  python -m sglang.launch_server" in shown
+
+
+@pytest.mark.parametrize("name", sorted(KNOWN))
+def test_chunks_are_those_of_the_gpu(name, monkeypatch):
+    chunks = []
+
+    def note(*given, capacity=plan_module.capacity):
+        chunks.append(given[-1])
+        return capacity(*given)
+
+    monkeypatch.setattr(plan_module, "capacity", note)
+    planner("qwen3-8b", name).row_of("oscar", None)
+    assert chunks == [{"a100-40gb": 4096, "b200": 16384, "l40s": 4096}.get(name, 8192)]
+
+
 def test_gpus_that_share_a_model_and_copies_of_it():
     one, copies, shared = (
         found(QWEN3, "--gpu", "h100", *more) for more in ((), ("--count", "2"), ("--count", "2", "--tp", "2"))
@@ -215,6 +256,12 @@ def test_text_has_a_row_each_and_the_command():
         assert name in shown
     assert "at 128K" not in shown, "beyond the model's context"
     assert shown.splitlines()[-1].startswith("  python -m sglang.launch_server --model-path")
+
+
+def test_names_are_whole_in_a_narrow_terminal():
+    wide = ("--weights", "10", "--tp", "2", "--context", "4K", "--concurrency", "8")
+    _, shown = ask(str(MODELS / "gpt-oss-120b"), "--gpu", "l40s", *wide)
+    assert "oscar-lloyd-max " in shown and "budget 0.1 " in shown and "step, ms" in shown and "…" not in shown
 
 
 def test_contexts_are_those_that_the_model_can_have():

@@ -11,6 +11,7 @@ from sglang_kvq.errors import KVQuantError
 from sglang_kvq.methods import METHOD_NAMES
 from sglang_kvq.releases import NEW_TREE
 from sglang_kvq.sglang import checks, compat, flags
+from sglang_kvq.sglang.doctor.capacity import default_chunk
 from sglang_kvq.sglang.runtime import config_of
 
 
@@ -183,6 +184,13 @@ def test_gpu_memory_is_what_sglang_counts(monkeypatch):
 
     monkeypatch.setattr(common, "get_device_memory_capacity", without)
     assert compat.gpu_memory() is None
+
+
+@pytest.mark.parametrize("gib", [16, 24, 34, 36, 48, 59, 61, 80, 140, 159, 179])
+def test_chunks_by_the_gpus_memory_are_sglangs(command_line, monkeypatch, gib):
+    module = "arg_groups.memory_hook" if compat.applies(NEW_TREE, compat.sglang_version()) else "server_args"
+    monkeypatch.setattr(f"sglang.srt.{module}.get_device_memory_capacity", lambda device: gib << 10)
+    assert compat.resolved(_resolve(command_line()), "chunked_prefill_size") == default_chunk(gib << 10)
 
 
 def test_scrapes_and_probes_are_not_logged_unless_other_paths_are_named(command_line):

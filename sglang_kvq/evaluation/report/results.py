@@ -12,7 +12,7 @@ from sglang_kvq.evaluation.files import read, write_json
 from sglang_kvq.evaluation.report.page import LEGEND, section
 from sglang_kvq.evaluation.report.rows import Row, add_reference, place, rows_of
 from sglang_kvq.evaluation.specs import REFERENCE, method_of, spec_of
-from sglang_kvq.evaluation.store import Store, differences
+from sglang_kvq.evaluation.store import Store, common_settings, differences
 from sglang_kvq.evaluation.tasks import TASK_NAMES
 from sglang_kvq.evaluation.tasks.statistics import paired_difference
 
@@ -48,7 +48,7 @@ def collect(store: Store, model: str, command: Sequence[str] = ()) -> dict[str, 
     methods = store.methods()
     if not methods:
         raise KVQuantError(f"{store.folder}: no results in it.")
-    settings = _common_settings(methods)
+    settings = common_settings(methods)
     references = {_label(files): files for files in methods.values() if method_of(_label(files)) == REFERENCE}
     rows = [_row(slug, files, references) for slug, files in methods.items()]
     # By descending bits, so BF16 comes first; a method that failed to start has no bits and comes last.
@@ -69,21 +69,6 @@ def collect(store: Store, model: str, command: Sequence[str] = ()) -> dict[str, 
         content["versions"]["sglang"] = ", ".join(versions)
     content["versions"].setdefault("sglang", "unknown")
     return {**content, "model": model, "settings": settings, "rows": rows}
-
-
-def _common_settings(methods: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Returns each task's settings, which must be equal for all methods, or its column would compare nothing."""
-    settings: dict[str, Any] = {}
-    for slug, files in methods.items():
-        for task in TASK_NAMES:
-            if task in files:
-                found = files[task]["identity"]["task"]
-                if settings.setdefault(task, found) != found:
-                    raise KVQuantError(
-                        f"runs/{slug}/{task}.json was measured with other settings than the same task of other "
-                        "methods. Measure it again with --overwrite, or delete it."
-                    )
-    return settings
 
 
 def _label(files: dict[str, Any]) -> str:
@@ -111,7 +96,8 @@ def _row(slug: str, files: dict[str, Any], references: dict[str, dict[str, Any]]
 
 def _reference(task: str, label: str, references: dict[str, dict[str, Any]]) -> dict[str, Any] | None:
     """Returns BF16's result of a task, with the same chunk size if there is one; others only change its rounding."""
-    suffix = label.removeprefix(spec_of(label)) if " " not in label else ""
+    spec = label.partition(" ")[0]
+    suffix = spec.removeprefix(spec_of(spec))
     found = [references[name] for name in (f"{REFERENCE}{suffix}", *sorted(references)) if name in references]
     return next((files[task] for files in found if task in files), None)
 

@@ -152,6 +152,11 @@ def short(length: int) -> str:
     return f"{length // 1024}k" if length % 1024 == 0 else str(length)
 
 
+def listed(values: Sequence[float]) -> str:
+    """Formats numbers as the user gives them to an option."""
+    return ",".join(map(str, values))
+
+
 def fitting(flag: str, lengths: Sequence[int], client: Client) -> list[int]:
     """Returns those of ``lengths``, in tokens, that the server can take in one request.
 
@@ -161,7 +166,7 @@ def fitting(flag: str, lengths: Sequence[int], client: Client) -> list[int]:
     found = [length for length in lengths if length <= client.facts.room]
     if not found:
         raise KVQuantError(
-            f"{flag} {','.join(map(str, lengths))}: no length fits in the {client.facts.room} tokens that the server "
+            f"{flag} {listed(lengths)}: no length fits in the {client.facts.room} tokens that the server "
             "takes. Give a shorter one."
         )
     return found

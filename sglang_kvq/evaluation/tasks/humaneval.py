@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
 import threading
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from sglang_kvq.cpus import usable_cpus
 from sglang_kvq.evaluation import sandbox
 from sglang_kvq.evaluation.client import Client
 from sglang_kvq.evaluation.tasks.base import Bench, Outcome, file_identity, settings_of
@@ -17,7 +17,7 @@ from sglang_kvq.evaluation.tasks.problems import read_json_lines, score
 #: Strings that end a completed function: those of the paper's section 2.1, a code fence and an assertion.
 STOP = ("\nclass ", "\ndef ", "\n#", "\nif ", "\nprint", "\n```", "\nassert ")
 #: One slot per core, shared by all servers: more programs would share cores, and could exceed their wall-clock limit.
-_CORES = threading.Semaphore(len(os.sched_getaffinity(0)))
+_CORES = threading.Semaphore(usable_cpus())
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import numpy as np
 
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.evaluation.client import Client
-from sglang_kvq.evaluation.tasks.base import Bench, Outcome, fitting, settings_of, short, text_tokens
+from sglang_kvq.evaluation.tasks.base import Bench, Outcome, fitting, listed, settings_of, short, text_tokens
 from sglang_kvq.evaluation.tasks.problems import answer_lengths
 from sglang_kvq.evaluation.tasks.statistics import mean_and_error
 
@@ -47,9 +47,9 @@ class NeedleTask:
 
     def __post_init__(self) -> None:
         if not self.lengths or min(self.lengths) < 2 * RESERVED:
-            raise KVQuantError(f"--needle-lengths {self.lengths}: each must be at least {2 * RESERVED} tokens.")
+            raise KVQuantError(f"--needle-lengths {listed(self.lengths)}: each must be at least {2 * RESERVED} tokens.")
         if not self.depths or not all(0 <= depth <= 100 for depth in self.depths):
-            raise KVQuantError(f"--needle-depths {self.depths}: each must be a percentage from 0 to 100.")
+            raise KVQuantError(f"--needle-depths {listed(self.depths)}: each must be a percentage from 0 to 100.")
         if self.trials < 1:
             raise KVQuantError(f"--needle-trials {self.trials}: must be at least 1.")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,7 @@ def read_json_lines(path: Path, fields: tuple[str, ...]) -> list[dict[str, Any]]
     try:
         data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
         objects = json_lines(data.decode())
-    except (OSError, EOFError, ValueError) as error:
+    except (OSError, EOFError, ValueError, zlib.error) as error:
         raise KVQuantError(
             f"{path}: not readable as JSON lines ({error}). Give a file of one JSON object a line."
         ) from error

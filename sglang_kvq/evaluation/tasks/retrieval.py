@@ -18,7 +18,7 @@ from typing import Any
 
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.evaluation.client import Client
-from sglang_kvq.evaluation.tasks.base import Bench, Outcome, fitting, settings_of, short
+from sglang_kvq.evaluation.tasks.base import Bench, Outcome, fitting, listed, settings_of, short
 from sglang_kvq.evaluation.tasks.haystacks import KINDS, Haystack
 from sglang_kvq.evaluation.tasks.problems import answer_lengths
 from sglang_kvq.evaluation.tasks.statistics import clustered, mean_and_error
@@ -51,7 +51,9 @@ class RetrievalTask:
         if self.name not in KINDS:
             raise KVQuantError(f"retrieval task {self.name!r}: must be one of {', '.join(KINDS)}.")
         if not self.lengths or min(self.lengths) < 2 * RESERVED:
-            raise KVQuantError(f"--retrieval-lengths {self.lengths}: each must be at least {2 * RESERVED} tokens.")
+            raise KVQuantError(
+                f"--retrieval-lengths {listed(self.lengths)}: each must be at least {2 * RESERVED} tokens."
+            )
         if self.cases < 1:
             raise KVQuantError(f"--retrieval-cases {self.cases}: must be at least 1.")
 

@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 
+from sglang_kvq.cpus import CGROUPS, usable_cpus
 from sglang_kvq.errors import KVQuantError, first_line
 from sglang_kvq.rotations.calibration.eligible import auto_class, needs_code
 from sglang_kvq.rotations.calibration.model_files import cached_folder, check_codes, check_files, find_model
 
 #: Maximum number of weights that a message names.
 _NAMED = 3
-_CGROUPS = Path("/sys/fs/cgroup")
 
 
 def load_model(
@@ -175,19 +175,13 @@ def _remedy(info: dict[str, Any]) -> str:
     )
 
 
-def limit_threads(cgroups: Path = _CGROUPS) -> None:
+def limit_threads(cgroups: Path = CGROUPS) -> None:
     """Lowers PyTorch's number of threads to the CPUs that a container may use, unless ``OMP_NUM_THREADS`` is set.
 
     PyTorch starts a thread for each core of the host. In a small container, these threads mostly wait for each other.
     """
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, min(torch.get_num_threads(), usable_cpus(cgroups))))
-
-
-def usable_cpus(cgroups: Path = _CGROUPS) -> int:
-    """Returns the number of CPUs that this process may run on, within a container's limit; at least 1."""
-    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(cpus, int(_quota(cgroups) or cpus)))
 
 
 @contextmanager
@@ -199,15 +193,3 @@ def one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
-
-
-def _quota(cgroups: Path) -> float | None:
-    """Returns a container's limit in CPUs, from cgroups version 2 or 1; None without a limit."""
-    try:
-        if (cgroups / "cpu.max").is_file():
-            quota, period = (cgroups / "cpu.max").read_text().split()
-        else:
-            quota, period = ((cgroups / "cpu" / f"cpu.cfs_{x}_us").read_text() for x in ("quota", "period"))
-        return float(quota) / float(period) if quota != "max" and float(quota) > 0 else None
-    except (OSError, ValueError):
-        return None

@@ -17,6 +17,7 @@ from sglang_kvq.rotations.calibration.hf_model import embedding_rows, load_confi
 from sglang_kvq.rotations.calibration.run import Progress, calibrate, silent
 from sglang_kvq.rotations.calibration.settings import CalibrationSettings, read_corpus
 from sglang_kvq.rotations.storage.files import check_output, save_rotations
+from sglang_kvq.rotations.storage.registry import cached_id, name_of
 
 
 class Calibrated(NamedTuple):
@@ -94,7 +95,7 @@ def calibrate_to_folder(
         rotations = engine(model_path, config, ids, settings, progress)
     meta = replace(
         rotations.meta,
-        base_model=base_model or (Path(model_path).name if Path(model_path).exists() else model_path),
+        base_model=base_model or _recorded_name(model_path),
         revision=revision or getattr(config, "_commit_hash", None),
         corpus=name,
     )
@@ -106,6 +107,11 @@ def calibrate_to_folder(
         raise KVQuantError(f"{error}{_continues(kept)}") from error
     shutil.rmtree(kept, ignore_errors=True)
     return Calibrated(rotations, model, ids)
+
+
+def _recorded_name(model_path: str) -> str:
+    """Returns the hub id of a model, if its path tells, or its folder's name."""
+    return cached_id(model_path) or (name_of(model_path) if Path(model_path).exists() else model_path)
 
 
 def _continues(kept: Path) -> str:

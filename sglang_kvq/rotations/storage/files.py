@@ -132,9 +132,14 @@ def convert_rotations(
     """Rewrites rotations in the layout ``to``: "safetensors" or "pt". The arguments are those of ``kvq convert``.
 
     Raises:
-        KVQuantError: as ``load_rotations`` and ``save_rotations``; or the number of KV heads is needed and not known.
+        KVQuantError: as ``load_rotations`` and ``save_rotations``; or the number of KV heads is needed and not known,
+            or is not the source's.
     """
     rotations, known_heads = read_rotations(source)
+    if kv_heads is not None and known_heads not in (None, kv_heads):
+        raise KVQuantError(
+            f"--kv-heads {kv_heads}: {source} is for a model with {known_heads} KV heads. Leave --kv-heads out."
+        )
     if to == "pt":
         with new_folder(output, overwrite=overwrite) as temporary:
             published.save_published(rotations, temporary)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from pathlib import Path
 
 #: Repository of OSCAR's authors (arXiv 2605.17757).
 ROTATION_ZOO = "Zhongzhu/OSCAR-RotationZoo"
@@ -78,6 +79,18 @@ PUBLISHED = (
     Published("MiniMax-M3", "MiniMax-M3", inferred=True, refused="sparse attention"),
     Published("gemma-4-12b-it", "Gemma4-12B", inferred=True, refused="sliding windows"),
 )
+
+
+def cached_id(model_path: str) -> str | None:
+    """Returns the hub id of a snapshot in the hub's cache, ``models--ORG--NAME/snapshots/COMMIT``; else None."""
+    *_, repository, folder, _ = ("", "", *Path(model_path).absolute().parts)
+    is_snapshot = folder == "snapshots" and repository.startswith("models--")
+    return repository.removeprefix("models--").replace("--", "/") if is_snapshot else None
+
+
+def name_of(model_path: str) -> str:
+    """Returns a model's name: the last part of its hub id or of its folder's path."""
+    return Path(cached_id(model_path) or Path(model_path).absolute()).name
 
 
 def published_at(location: HubLocation) -> Published | None:

@@ -16,7 +16,7 @@ from typing import Any
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.rotations.identity import identity
 from sglang_kvq.rotations.storage.hub import TENSOR_FILE
-from sglang_kvq.rotations.storage.registry import ROTATION_ZOO, HubLocation, published_at, published_for
+from sglang_kvq.rotations.storage.registry import ROTATION_ZOO, HubLocation, name_of, published_at, published_for
 from sglang_kvq.rotations.storage.schema import CONFIG_FILE, TRANSFORM_VERSION, parse_config
 
 
@@ -31,7 +31,7 @@ def find_rotations(model_path: str, hf_config: Any, *, transform: bool = False) 
     wanted, calibrate = identity(hf_config), f"kvq calibrate {model_path}"
     if transform:
         calibrate += " --composition transform"
-    name = Path(model_path).name
+    name = name_of(model_path)
     for folder, config in shipped():
         if config.get("model") != wanted or is_transform(config) != transform:
             continue
@@ -60,7 +60,7 @@ def with_folder(location: str, model_path: str) -> str:
     """
     place = None if os.path.exists(location) else HubLocation.parse(location)
     known = place and place.repo == ROTATION_ZOO and not place.folder
-    entry = published_for(Path(model_path).name) if known else None
+    entry = published_for(name_of(model_path)) if known else None
     return str(replace(place, folder=entry.path)) if place and entry else location
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.rotations.base import Rotations
 from sglang_kvq.rotations.calibration.clips import ClipErrors
@@ -69,14 +70,15 @@ def calibrate_on_engine(
     layers, kv_heads, head_dim = geometry_of(hf_config)
     check_head_dim(head_dim)
     contexts = draw_contexts(ids, settings)
+    chunk = -(-settings.context // PAGE_SIZE) * PAGE_SIZE  # a server's chunks are whole pages
     with tempfile.TemporaryDirectory(prefix="kvq-capture-") as temporary:
         folder = folder or Path(temporary)
         keywords = {
             "kv_quant": "int2",
             "kv_quant_capture": f"{folder}:{settings.context}:{settings.sink}",
             "kv_quant_recent": settings.recent,
-            "chunked_prefill_size": settings.context,
-            "max_prefill_tokens": settings.context,
+            "chunked_prefill_size": chunk,
+            "max_prefill_tokens": chunk,
             "disable_radix_cache": True,
             "disable_cuda_graph": True,
             "skip_tokenizer_init": True,

@@ -14,12 +14,10 @@ from sglang_kvq.cache.memory.windows import STOCK_RATIO, need_of, share_windows,
 from sglang_kvq.config import KVQuantConfig
 from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.errors import KVQuantError
-from sglang_kvq.releases import NEW_TREE
+from sglang_kvq.releases import NEW_TREE, OLD_TREE
 from sglang_kvq.sglang import compat
 from sglang_kvq.sglang.types import ModelConfig
 
-#: SGLang's default of ``--chunked-prefill-size`` on GPUs with 60 to 160 GiB.
-CHUNK = 8192
 #: States per running request with a prefix cache: its own, two that are being kept, and SGLang's allowance for others.
 STATES_PER_REQUEST = 5
 
@@ -33,7 +31,6 @@ class Capacity:
         tokens: tokens in the cache of a server with ``--kv-quant``.
         requests: requests that such a server runs at once.
         beside: other content of the memory, in words; None if there is none.
-        requests_bf16: requests for which plain SGLang has recurrent states; None for a model without such states.
         shared: layout of the memory that records and BF16 pages share; None if the memory is divided once.
     """
 
@@ -41,7 +38,6 @@ class Capacity:
     tokens: int
     requests: int
     beside: str | None = None
-    requests_bf16: int | None = None
     shared: MemoryLayout | None = None
 
     def requests_at(self, context: int) -> int:
@@ -51,37 +47,71 @@ class Capacity:
         )
 
 
-def capacity(config: KVQuantConfig, geometry: KVGeometry, model: ModelConfig, tp: int, memory: int) -> Capacity:
+def default_chunk(gpu: float | None) -> int:
+    """Returns SGLang's default of ``--chunked-prefill-size`` on a GPU of ``gpu`` MiB; None counts as 60 to 160 GiB."""
+    if gpu is None:
+        return 8192
+    small = 35 if compat.applies(OLD_TREE, compat.sglang_version()) else 20
+    return next((chunk for gib, chunk in ((small, 2048), (60, 4096), (160, 8192)) if gpu < gib * 1024), 16384)
+
+
+def plain_capacity(geometry: KVGeometry, model: ModelConfig, tp: int, memory: int) -> tuple[int, int | None]:
+    """Returns the tokens that plain SGLang holds in BF16, and the requests for which it has recurrent states.
+
+    The number of requests is None for a model without such states. The arguments are those of ``capacity``.
+    """
+    if model.is_hybrid_swa:
+        tokens = memory / (geometry.slot_bytes / PAGE_SIZE + STOCK_RATIO * window_bytes(model, tp))
+        return int(tokens) // PAGE_SIZE * PAGE_SIZE, None
+    if state := state_bytes(model, tp):
+        states = int(memory * SGLANG_RATIO / (1 + SGLANG_RATIO)) // state
+        return (memory - states * state) // geometry.slot_bytes * PAGE_SIZE, states // STATES_PER_REQUEST
+    return memory // geometry.slot_bytes * PAGE_SIZE, None
+
+
+def capacity(
+    config: KVQuantConfig, geometry: KVGeometry, model: ModelConfig, tp: int, memory: int, chunk: int
+) -> Capacity:
     """Divides the memory as a server would.
 
     Args:
         geometry: one worker's part of the layers in the cache.
         tp: number of workers that share the heads.
         memory: bytes on one GPU for all data of requests: cache, sliding windows and recurrent states.
+        chunk: ``--chunked-prefill-size``.
 
     Raises:
         KVQuantError: the memory does not hold one request's window.
     """
+    plain, _ = plain_capacity(geometry, model, tp, memory)
     if model.is_hybrid_swa:
-        return _with_windows(config, geometry, model, tp, memory)
+        layout, beside = _with_windows(config, geometry, model, tp, memory, chunk)
+        return Capacity(plain, layout.tokens, layout.max_requests, beside)
     if state := state_bytes(model, tp):
-        return _with_states(config, geometry, model, state, memory)
-    plain = memory // geometry.slot_bytes * PAGE_SIZE
+        needs = needs_of(config, geometry, state_bytes=state, states=STATES_PER_REQUEST, context=model.context_len)
+        ratio = share_states(memory, needs).ratio
+        states = int(memory * ratio / (1 + ratio)) // state
+        layout = fit(config, geometry, memory - states * state)
+        requests = min(layout.max_requests, states // STATES_PER_REQUEST)
+        return Capacity(plain, layout.tokens, requests, f"{states:,} recurrent states of {state / 2**20:.1f} MiB")
     if config.bf16_budget is None and compat.applies(NEW_TREE, compat.sglang_version()):
-        layout = fit_shared(config, geometry, memory, CHUNK)
+        layout = fit_shared(config, geometry, memory, chunk)
         return Capacity(plain, layout.tokens, layout.max_requests, shared=layout)
     layout = fit(config, geometry, memory)
     return Capacity(plain, layout.tokens, layout.max_requests)
 
 
-def _with_windows(config: KVQuantConfig, geometry: KVGeometry, model: ModelConfig, tp: int, memory: int) -> Capacity:
+def _with_windows(
+    config: KVQuantConfig, geometry: KVGeometry, model: ModelConfig, tp: int, memory: int, chunk: int
+) -> tuple[MemoryLayout, str]:
+    """Returns the cache's layout of a model with sliding windows, and the windows' part of the memory, in words."""
     from sglang.srt.environ import envs
 
     need = need_of(
         int(model.sliding_window_size),
         kept_behind=max(1, envs.SGLANG_SWA_EVICTION_INTERVAL.get()),
         drafts=1,
-        chunk=CHUNK,
+        chunk=chunk,
         batches=2,
         prefixes=None,
     )
@@ -91,31 +121,14 @@ def _with_windows(config: KVQuantConfig, geometry: KVGeometry, model: ModelConfi
     left = max(memory - reserved_bytes(geometry, slots), 0)
     if split.tokens <= 0 or left == 0:
         raise KVQuantError(
-            f"{memory / 2**20:.0f} MiB do not hold a single page in addition to the sliding windows. Give more "
-            "--memory."
+            f"{memory / 2**20:.0f} MiB of KV memory do not hold a single page in addition to the sliding windows. "
+            "Give more memory."
         )
     pages = int(left / token_bytes(geometry, of_token, split.ratio)) // PAGE_SIZE
     layout = divide(config, geometry, pages=pages, slots=slots)
-    plain = memory / (geometry.slot_bytes / PAGE_SIZE + STOCK_RATIO * of_token)
     in_windows = int(layout.tokens * split.ratio) // PAGE_SIZE * PAGE_SIZE
     windows = f"{in_windows:,} tokens of the {len(model.swa_attention_layer_ids)} layers with windows, in BF16"
-    return Capacity(int(plain) // PAGE_SIZE * PAGE_SIZE, layout.tokens, layout.max_requests, windows)
-
-
-def _with_states(config: KVQuantConfig, geometry: KVGeometry, model: ModelConfig, state: int, memory: int) -> Capacity:
-    needs = needs_of(config, geometry, state_bytes=state, states=STATES_PER_REQUEST, context=model.context_len)
-    ratio = share_states(memory, needs).ratio
-    states = int(memory * ratio / (1 + ratio)) // state
-    layout = fit(config, geometry, memory - states * state)
-    plain_states = int(memory * SGLANG_RATIO / (1 + SGLANG_RATIO)) // state
-    plain = memory - plain_states * state
-    return Capacity(
-        plain // geometry.slot_bytes * PAGE_SIZE,
-        layout.tokens,
-        min(layout.max_requests, states // STATES_PER_REQUEST),
-        f"{states:,} recurrent states of {state / 2**20:.1f} MiB",
-        plain_states // STATES_PER_REQUEST,
-    )
+    return layout, windows
 
 
 def window_bytes(model: ModelConfig, tp: int) -> int:

@@ -28,8 +28,9 @@ from sglang_kvq.rotations.identity import cached_layers, unapplied_window
 from sglang_kvq.rotations.resolve import locate_rotations, resolve_formats, resolve_rotations
 from sglang_kvq.rotations.storage.registry import HubLocation
 from sglang_kvq.rotations.storage.zoo import is_inferred
+from sglang_kvq.sglang import compat
 from sglang_kvq.sglang.architectures import Answer, Family, family_of
-from sglang_kvq.sglang.doctor.capacity import capacity
+from sglang_kvq.sglang.doctor.capacity import capacity, default_chunk
 from sglang_kvq.sglang.types import ModelConfig
 
 #: Upper bound of ``--memory`` in GiB, more than any GPU has.
@@ -219,12 +220,11 @@ def check_layers_agree(model: ModelConfig) -> None:
 
 
 def read_config(request: Request) -> tuple[ModelConfig, list[str]]:
-    """Returns SGLang's config of the model, and the dtype flags that a server of it needs.
+    """Returns SGLang's config of the model, and the flags that a server of it needs: its dtype, code of its own.
 
     Raises:
         KVQuantError: SGLang is not installed or cannot read the config.
     """
-    from sglang_kvq.sglang import compat
     from sglang_kvq.sglang.doctor.report import torch_and_gpus
 
     try:
@@ -238,6 +238,7 @@ def read_config(request: Request) -> tuple[ModelConfig, list[str]]:
     except KVQuantError as error:
         raise KVQuantError(f"--model {error}") from None
     torch_and_gpus()  # chooses SGLang's engine
+    trusted = ["--trust-remote-code"] if request.trust_remote_code else []
     import torch
 
     with _quietly():
@@ -249,8 +250,8 @@ def read_config(request: Request) -> tuple[ModelConfig, list[str]]:
         try:
             model = read("auto")
             if model.dtype == torch.bfloat16:
-                return model, []
-            return read("bfloat16"), ["--dtype", "bfloat16"]
+                return model, trusted
+            return read("bfloat16"), ["--dtype", "bfloat16", *trusted]
         except Exception as error:  # SGLang, transformers and the hub raise many types for a missing model
             if "trust_remote_code" in str(error):
                 raise needs_code(request.model) from None
@@ -332,7 +333,8 @@ def _count(found: Diagnosis, request: Request, geometry: KVGeometry, model: Mode
     else:
         _guess_memory(found, request, model)
     if found.memory is not None:
-        held = capacity(request.config, geometry, model, request.tp, found.memory)
+        chunk = default_chunk(compat.gpu_memory())
+        held = capacity(request.config, geometry, model, request.tp, found.memory, chunk)
         found.tokens_bf16, found.tokens, found.requests = held.tokens_bf16, held.tokens, held.requests
         found.beside = held.beside
 

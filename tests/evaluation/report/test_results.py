@@ -54,6 +54,17 @@ def store(tmp_path):
     return store
 
 
+def test_differences_are_from_bf16_in_the_same_chunks(tmp_path):
+    store = Store(tmp_path / "out")
+    for label, items in (("none", [1, 1]), ("none#64", [0, 1]), ("oscar#64", [0, 1]), ("oscar#64 --flag x", [0, 1])):
+        slug = label.replace(" ", "_")
+        store.save_server(slug, {"label": label, "allocated_bits": 2.5})
+        outcome = Outcome(0.5, 0.2, 2, {"gsm8k": 0.5}, {"items": items})
+        store.save(slug, "gsm8k", {"task": {"shots": 5}}, outcome, {"commit": "c" * 40, "dirty": False})
+    found = {row["method"]: row.get("gsm8k_vs_none") for row in collect(store, "m")["rows"]}
+    assert found["oscar#64"] == found["oscar#64 --flag x"] == 0
+
+
 SECTION = """\
 | method | bits | KL 2k, nats | top-1 2k, % | perplexity 2k | needle 2k, % | GSM8K, % |
 | --- | --- | --- | --- | --- | --- | --- |

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import gzip
 import itertools
 import json
+import subprocess
+import sys
 from decimal import Decimal
 from pathlib import Path
 
@@ -20,6 +23,7 @@ from sglang_kvq.evaluation.tasks.humaneval import HumanEvalTask, extract
 from sglang_kvq.evaluation.tasks.kl import KLTask
 from sglang_kvq.evaluation.tasks.needle import Needle, NeedleTask
 from sglang_kvq.evaluation.tasks.problems import answer_lengths, read_json_lines
+from tests.conftest import ROOT
 from tests.evaluation.conftest import PROBLEMS, main
 from tests.evaluation.fake_server import FakeServer, log_probs
 
@@ -195,6 +199,14 @@ def test_short_names():
 # -- humaneval --------------------------------------------------------------------------------------------
 
 
+def test_programs_run_on_the_cpus_of_a_container():
+    script = "import sys; from sglang_kvq import cpus; cpus.usable_cpus = lambda: 3\n"
+    script += "from sglang_kvq.evaluation.tasks import humaneval\n"
+    script += "print(humaneval._CORES._value, 'torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout == "3 False\n", done.stderr
+
+
 @pytest.mark.parametrize("style", ["chat", "completion"])
 def test_humaneval_runs_the_programs(humaneval, bench, style):
     task = HumanEvalTask(humaneval, style=style, limits=sandbox.Limits(cpu_seconds=1))
@@ -245,6 +257,15 @@ def test_control_character_is_wrong_json_and_no_end_of_a_line(tmp_path, mark):
     path = tmp_path / "problems.jsonl"
     path.write_text(f'{{"question": "one"}}\n{{"question": "a{mark}b"}}\n')
     with pytest.raises(KVQuantError, match="problems.jsonl: .*line 2: Invalid control character"):
+        read_json_lines(path, ("question",))
+
+
+def test_a_damaged_archive_is_named(tmp_path):
+    data = bytearray(gzip.compress(b'{"question": "one"}\n' * 1000))
+    data[12:20] = b"\xff" * 8
+    path = tmp_path / "problems.jsonl.gz"
+    path.write_bytes(data)
+    with pytest.raises(KVQuantError, match="problems.jsonl.gz: not readable as JSON lines .*decompressing"):
         read_json_lines(path, ("question",))
 
 

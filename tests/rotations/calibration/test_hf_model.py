@@ -6,7 +6,8 @@ import os
 import pytest
 import torch
 
-from sglang_kvq.rotations.calibration.hf_model import limit_threads, one_thread, usable_cpus
+from sglang_kvq.cpus import usable_cpus
+from sglang_kvq.rotations.calibration.hf_model import limit_threads, one_thread
 
 
 @pytest.fixture(autouse=True)

@@ -126,6 +126,16 @@ def test_conversion_of_shared_rotations_needs_the_heads(published, tmp_path):
         convert_rotations(published, tmp_path / "out", to="safetensors")
 
 
+@pytest.mark.parametrize("heads", [1, 2], ids=["per layer", "per head"])
+@pytest.mark.parametrize("to", ["safetensors", "pt"])
+def test_conversion_refuses_heads_that_contradict_the_source(heads, to, tmp_path):
+    source = tmp_path / "source"
+    save_rotations(random_rotations(heads=heads), source, kv_heads=2)
+    with pytest.raises(KVQuantError, match=f"--kv-heads 4: {source} is for a model with 2 KV heads. Leave"):
+        convert_rotations(source, tmp_path / "out", to=to, kv_heads=4)
+    convert_rotations(source, tmp_path / "out", to=to, kv_heads=2)
+
+
 def test_existing_output_is_kept(native):
     before = (native / TENSOR_FILE).read_bytes()
     with pytest.raises(KVQuantError, match="--overwrite"):

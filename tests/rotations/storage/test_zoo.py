@@ -6,8 +6,10 @@ import pytest
 
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.rotations import find_rotations, load_rotations, save_rotations
+from sglang_kvq.rotations.calibration import to_folder
 from sglang_kvq.rotations.identity import identity
 from sglang_kvq.rotations.storage import zoo
+from sglang_kvq.rotations.storage.registry import cached_id
 from sglang_kvq.rotations.storage.zoo import zoo_folder
 from tests.rotations.helpers import random_rotations, random_transform, tiny_model_folder
 
@@ -63,6 +65,17 @@ def test_transform_codings_rotations_lie_beside_others(tmp_path, monkeypatch):
 def test_published_entries_go_by_name(model):
     folder = f"{model.rsplit('/', 1)[-1]}/seq20000_prompt83_group128"
     assert find_rotations(model, {}) == f"Zhongzhu/OSCAR-RotationZoo/{folder}"
+
+
+def test_a_snapshot_of_the_hubs_cache_has_the_models_name(tmp_path, monkeypatch):
+    location = "Zhongzhu/OSCAR-RotationZoo/Qwen3-8B/seq20000_prompt83_group128"
+    snapshot = tmp_path / "models--Qwen--Qwen3-8B" / "snapshots" / ("0" * 40)
+    snapshot.mkdir(parents=True)
+    assert find_rotations(str(snapshot), {}) == find_rotations(f"{snapshot}/", {}) == location
+    assert zoo.with_folder("Zhongzhu/OSCAR-RotationZoo", str(snapshot)) == location
+    monkeypatch.chdir(snapshot)
+    assert find_rotations(".", {}) == location
+    assert to_folder._recorded_name(".") == "Qwen/Qwen3-8B" and cached_id("org/name") is cached_id("/models/x") is None
 
 
 @pytest.mark.parametrize("model", ["Qwen/Qwen3-8B-Base", "Qwen/Qwen3-80B", "org/My-Qwen3-8B"])

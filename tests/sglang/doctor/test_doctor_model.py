@@ -55,6 +55,11 @@ def test_model_that_is_served():
     assert shown[-1].endswith(f"sglang.launch_server --model-path {QWEN3} --kv-quant oscar")
 
 
+def test_the_servers_command_runs_the_models_code_if_the_doctor_did():
+    assert "--trust-remote-code" in answer(QWEN3, "--trust-remote-code")["command"].split()
+    assert "--trust-remote-code" not in answer(QWEN3)["command"]
+
+
 def test_tokens_are_those_that_a_server_had():
     """Token counts agree with recorded servers, which had the KV memory of BF16's tokens.
 

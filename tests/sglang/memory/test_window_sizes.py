@@ -200,7 +200,7 @@ def test_doctor_says_what_a_server_has(configured, gigabytes):
         swa_head_dim=D,
         swa_v_head_dim=D,
     )
-    found = doctor_capacity.capacity(CONFIG, GEOMETRY, model, 1, gigabytes * GB)
+    found = doctor_capacity.capacity(CONFIG, GEOMETRY, model, 1, gigabytes * GB, 8192)
     assert found.tokens == sizes.full_max_total_num_tokens
     assert f"{sizes.swa_max_total_num_tokens:,} tokens" in found.beside
     assert found.tokens_bf16 == pytest.approx(gigabytes * GB / (BF16 * (1 + STOCK_RATIO)), abs=PAGE_SIZE)
