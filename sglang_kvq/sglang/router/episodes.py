@@ -138,6 +138,7 @@ class EpisodeRouter:
             except _Gone:
                 self._forget(chosen)
                 turn.session.rebuilt += 1
+                self.metrics.rebuilt()
                 continue
             return
         raise KVQuantError(

@@ -38,6 +38,7 @@ class Turn:
         computed: tokens that other inner requests computed for this prompt.
         output: tokens of the answer.
         index: index of the prompt's first pages, as far as they are embedded.
+        read: what the answer read when it began, "chosen" pages or the "whole" prompt; "" before it began.
     """
 
     send: Original
@@ -50,6 +51,7 @@ class Turn:
     computed: int = 0
     output: list[int] = field(default_factory=list)
     index: PageIndex = field(default_factory=PageIndex)
+    read: str = ""
 
 
 class Workers:

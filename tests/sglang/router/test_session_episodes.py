@@ -136,14 +136,16 @@ def test_an_edit_divides_anew():
 
 def test_a_short_prompt_is_the_clients_own():
     manager = Manager()
+    counted = manager.counted()
     for tokens in (BUDGET, BUDGET + BLOCK):  # the second exceeds the budget by less than a block before its question
         manager.ask(LONG[:tokens])
         assert manager.sent[-1].input_ids == LONG[:tokens].tolist() and manager.sent[-1].extra_key is None
-    assert len(manager.sent) == 2
+    assert len(manager.sent) == 2 and counted.read == ["whole"] * 2 and manager.session.selected == 0
 
 
 def test_what_was_evicted_is_built_again():
     manager = Manager()
+    counted = manager.counted()
     manager.ask(LONG)
     manager.cached.clear()
     before = len(manager.sent)
@@ -153,7 +155,7 @@ def test_what_was_evicted_is_built_again():
     manager.cached.clear()
     before = len(manager.sent)
     manager.ask([*LONG, 7, 8, *LONG[-300:]])
-    assert manager.session.rebuilt == 2 and manager.custom(before, PREFIX)
+    assert manager.session.rebuilt == counted.rebuilds == 2 and manager.custom(before, PREFIX)
 
 
 def test_no_room_waits_and_then_says_so(monkeypatch):

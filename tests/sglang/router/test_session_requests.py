@@ -11,7 +11,6 @@ from sglang_kvq.errors import KVQuantError
 from sglang_kvq.sessions.messages import SELECTION, Selection
 from sglang_kvq.sessions.planning import Plan
 from sglang_kvq.sglang.router import requests
-from sglang_kvq.sglang.router.metrics import NoMetrics
 from tests.sglang.router.session_model import LONG, Manager, http, request_of
 
 
@@ -119,14 +118,8 @@ def test_another_header_may_name_sessions():
 def test_computed_tokens_are_counted():
     """Tokens are counted if they are computed, in the history or after it; cached ones are not."""
 
-    class Counted(NoMetrics):
-        tokens = 0
-
-        def computed(self, tokens):
-            self.tokens += tokens
-
     manager = Manager()
-    manager.router.workers.metrics = counted = Counted()
+    counted = manager.counted()
     manager.ask(LONG[:P])
     assert counted.tokens == P
     manager.ask(LONG)

@@ -73,18 +73,21 @@ def test_an_evicted_history_is_computed_again_once():
         return next(errors, None) if obj.extra_key else None
 
     manager = Manager(script)
+    counted = manager.counted()
     (out,) = manager.ask(LONG)
     kinds = ["answer" if obj.extra_key else len(obj.input_ids) for obj in manager.sent]
     assert kinds == [kinds[0], "answer", kinds[0], "answer", (len(LONG) + 2) // P * P]
-    assert out["output_ids"] == [7, 8] and manager.session.rebuilt == 1
+    assert out["output_ids"] == [7, 8] and manager.session.rebuilt == counted.rebuilds == 1
+    assert counted.read == ["chosen"] and manager.session.selected == 1
 
 
 def test_a_history_that_does_not_stay_is_read_whole(caplog):
     manager = Manager(lambda obj: KVQuantError("is no longer cached") if obj.extra_key else None)
-    obj = request_of(input_ids=LONG.tolist())
+    obj, counted = request_of(input_ids=LONG.tolist()), manager.counted()
     (out,) = asyncio.run(manager.heard(obj))
     assert manager.sent[-1] is obj and out["meta_info"]["prompt_tokens"] == len(LONG)
     assert "evicted as soon as it is computed" in caplog.text
+    assert counted.read == ["whole"] and manager.session.selected == 0
 
 
 def test_other_errors_are_the_clients():

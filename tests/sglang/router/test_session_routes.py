@@ -122,6 +122,29 @@ def test_routes_list_describe_and_forget(app):
     assert app.get("/v1/sessions").json()["data"] == []
 
 
+def test_gauges_follow_sessions_that_are_deleted_or_idle():
+    """A server without requests also forgets idle sessions."""
+    from fastapi import FastAPI
+    from fastapi.testclient import TestClient
+
+    manager, app = Manager(idle_seconds=0.2), FastAPI()
+    app.include_router(session_routes.routes(manager, CONFIG, (10.0, 100.0)))
+    counted = manager.counted()
+
+    async def run():
+        await manager.turn(LONG[:P])
+        assert counted.state == (1, manager.session.nbytes)
+        while counted.state != (0, 0):
+            await asyncio.sleep(0.05)
+
+    asyncio.run(asyncio.wait_for(run(), 10))
+    assert manager.router.store.expired == 1
+    manager.router.store.idle_seconds = 60
+    manager.ask(LONG[:P])
+    assert counted.state[0] == 1 and TestClient(app).delete("/v1/sessions/a").json()["deleted"]
+    assert counted.state == (0, 0)
+
+
 def test_routes_show_each_tenant_its_own():
     from fastapi import FastAPI
     from fastapi.testclient import TestClient
