@@ -132,8 +132,6 @@ class EpisodeRouter:
             first = len(known) - known[::-1].index(True) if True in known else 0
             try:
                 for step in chosen.steps[first:]:
-                    if turn.obj.rid in self.workers.aborted:
-                        raise answers.aborted("Abort before its answer began")
                     await self._step(turn, chosen, step)
             except _Gone:
                 self._forget(chosen)
@@ -167,6 +165,7 @@ class EpisodeRouter:
             inner.sampling_params["custom_params"] = params
             inner.normalize_batch_and_arguments()
             async with self._folding:
+                self.workers.check_wanted(turn.obj.rid)
                 problem = await self._run(turn, inner)
             if problem is None:
                 break

@@ -221,6 +221,8 @@ class Router:
                 if not turn.delivery.passes(out):
                     continue
                 self._begins(turn, "whole")
+                if turn.computed:  # by inner requests, before it turned out that the prompt must be read whole
+                    out = requests.answer_output(out, turn.obj, turn.ids, turn.computed)
                 self._keep_tokens(turn, out)
                 if ends(out):
                     self._remember(turn, out, whole=True)

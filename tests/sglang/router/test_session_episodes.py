@@ -189,6 +189,23 @@ def test_an_abort_ends_the_chain():
     assert len(manager.sent) == 1
 
 
+def test_an_abort_while_another_session_folds_sends_nothing():
+    manager = Manager()
+
+    async def run():
+        folding = manager.router.episodes._folding
+        await folding.acquire()
+        asked = asyncio.ensure_future(manager.turn(LONG, rid="client"))
+        while not folding._waiters:
+            await asyncio.sleep(0)
+        manager.abort_request("client")
+        folding.release()
+        assert (await asked)[0]["meta_info"]["finish_reason"]["message"] == "Abort before its answer began"
+
+    asyncio.run(run())
+    assert manager.sent == []
+
+
 def test_an_abort_ends_a_chain_that_is_built_again():
     manager = Manager()
 
