@@ -182,10 +182,13 @@ class Router:
                 self.manager._validate_one_request(obj, given)  # with --allow-auto-truncate it shortens the prompt
                 turn.ids, prompt = ids[: len(given)], len(given)
                 outputs = self._serve_selected(turn)
-            with self.store.answering(session):
-                async with aclosing(outputs):
-                    async for out in outputs:
-                        yield out
+            try:
+                with self.store.answering(session):
+                    async with aclosing(outputs):
+                        async for out in outputs:
+                            yield out
+            finally:
+                self.show_state()
             return
         except KVQuantError as error:
             raise KVQuantError(f"session {session_id!r}: {error}") from error

@@ -106,7 +106,9 @@ def test_a_prompt_beyond_the_context_is_refused_before_anything_is_computed():
 
 def test_an_abort_while_the_history_is_computed_ends_the_request():
     manager = Manager(lambda obj: manager.abort_request("client"))
+    counted = manager.counted()
     (out,) = manager.ask(LONG, rid="client")
+    assert counted.state == (1, manager.session.nbytes) and counted.read == []
     assert out["meta_info"]["finish_reason"]["type"] == "abort" and out["meta_info"]["id"] == "client"
     assert len(manager.sent) == 1 and not manager.router.workers.preparing and not manager.router.workers.aborted
 
