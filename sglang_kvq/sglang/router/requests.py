@@ -133,7 +133,10 @@ def tenant_of(request: HTTPRequest | None, header: str | None = None) -> str:
         KVQuantError: that header is missing or empty. Native gRPC and ``Engine`` never have it.
     """
     headers = {} if request is None else request.headers
-    key = headers.get("Authorization")
+    key = headers.get("Authorization") or ""
+    scheme, _, token = key.partition(" ")
+    if scheme.lower() == "bearer":  # SGLang accepts every spelling
+        key = f"Bearer {token}"
     if header is None:
         return _hash(key) if key else ""
     if not (name := headers.get(header)):
@@ -141,7 +144,7 @@ def tenant_of(request: HTTPRequest | None, header: str | None = None) -> str:
             f"--episodic-tenant-header {header}: this request has no such header. Let the gateway set it in every "
             "request of a session and of /v1/sessions."
         )
-    return _hash(json.dumps([key or "", name]))
+    return _hash(json.dumps([key, name]))
 
 
 def _hash(text: str) -> str:

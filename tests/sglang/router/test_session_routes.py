@@ -26,6 +26,13 @@ def test_tenants_read_copies_of_their_own():
     assert len(manager.router.store) == 2 and "one" not in str(manager.router.store.of(requests.tenant_of(None)))
 
 
+def test_a_key_is_one_tenant_however_its_scheme_is_spelled():
+    """HTTP's authentication schemes ignore case, and so does SGLang."""
+    one, other = (requests.tenant_of(http(Authorization=f"{scheme} k")) for scheme in ("Bearer", "bearer"))
+    assert one == other != requests.tenant_of(http(Authorization="Bearer K"))
+    assert len({requests.tenant_of(http(Authorization=key)) for key in ("k", "Bearer k", "Basic k", "")}) == 4
+
+
 def test_a_tenant_that_asks_much_forgets_nobody_elses_session():
     """Many requests of one tenant displace neither another's running session nor one that waits for its next turn."""
 
