@@ -7,11 +7,9 @@ from collections.abc import AsyncGenerator, Iterator
 from concurrent.futures import Future
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
-from http import HTTPStatus
 from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
-from fastapi import HTTPException
 
 from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.errors import KVQuantError
@@ -175,10 +173,9 @@ async def _embedded(result: Future[T]) -> T:
         return await asyncio.wrap_future(result)
     except (RuntimeError, MemoryError) as error:
         reason = (str(error).splitlines() or ["out of memory"])[0].rstrip(".")
-        raise HTTPException(
-            HTTPStatus.SERVICE_UNAVAILABLE,
-            f"sglang-kvq: the embedder failed: {reason}. Send the request again. If a GPU lacks memory, use "
-            "--episodic-embedder-device cpu.",
+        raise answers.unavailable(
+            f"the embedder failed: {reason}. Send the request again. If a GPU lacks memory, use "
+            "--episodic-embedder-device cpu."
         ) from error
 
 

@@ -7,6 +7,7 @@ import time
 
 import numpy as np
 import pytest
+from fastapi import HTTPException
 
 from sglang_kvq.config import KVQuantConfig
 from sglang_kvq.constants import PAGE_SIZE as P
@@ -164,8 +165,19 @@ def test_no_room_waits_and_then_says_so(monkeypatch):
     manager = Manager(*full[:3])
     manager.ask(LONG)
     assert len(manager.sent) == 3 + 4 + 1
-    with pytest.raises(KVQuantError, match="folding tokens 384 to 512 of the conversation failed: .*no room"):
+    with pytest.raises(HTTPException, match="503: .*folding tokens 384 to 512 of the conversation failed: .*no room"):
         Manager(*full).ask(LONG)
+
+
+def test_an_episode_that_does_not_stay_is_the_servers_problem():
+    class Nothing(set):
+        def __contains__(self, name):
+            return False
+
+    manager = Manager()
+    manager.cached = Nothing()
+    with pytest.raises(HTTPException, match="503: sglang-kvq: an episode is evicted as soon as it is built"):
+        manager.ask(LONG)
 
 
 def test_other_problems_are_the_clients():
