@@ -111,6 +111,8 @@ class EpisodicConfig:
     def check_windows(self, sink_tokens: int, recent_tokens: int) -> None:
         """Refuses a budget that leaves no page to choose besides the block and the tokens that are always read.
 
+        Also refuses segments that a question could not find.
+
         Args:
             sink_tokens, recent_tokens: first and last tokens of the history, which are always read.
 
@@ -122,6 +124,11 @@ class EpisodicConfig:
                 raise KVQuantError(
                     f"--episodic-budget {self.budget}: the sinks ({pinned}), which every episode keeps, leave nothing. "
                     f"Give {pinned + PAGE_SIZE} or more."
+                )
+            if self.segment > (folded := (self.budget // self.block + 1) * self.block):
+                raise KVQuantError(
+                    f"--episodic-segment {self.segment}: the first {folded} tokens, folded first, have none so long. "
+                    f"Give at most {folded}."
                 )
             return
         always = max(sink_tokens, PAGE_SIZE) + recent_tokens

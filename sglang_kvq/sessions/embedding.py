@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import queue
+import re
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -19,6 +20,8 @@ from sglang_kvq.sessions.index import NewPages
 
 #: Most words of a piece of text, because MiniLM silently drops all tokens after the first 256.
 PIECE_WORDS = 160
+#: A word of a piece: up to eight ASCII letters and digits, or one other character, as MiniLM makes tokens of them.
+_WORD = re.compile(r"[A-Za-z0-9]{1,8}|[^\sA-Za-z0-9]")
 #: Most pages that are embedded at once, on a CPU and on other devices; a question waits for at most one such batch.
 CPU_BATCH, BATCH = 8, 64
 _QUESTION, _PAGES, _END = range(3)
@@ -90,12 +93,12 @@ def unit(rows: np.ndarray) -> np.ndarray:
 
 def _pieces(text: str) -> list[str]:
     """Splits a text into parts of nearly equal length, at most ``PIECE_WORDS`` words each; keeps a short text as is."""
-    words = text.split()
+    words = [word.span() for word in _WORD.finditer(text)]
     count = -(-len(words) // PIECE_WORDS)
     if count <= 1:
         return [text]
     cuts = [len(words) * n // count for n in range(count + 1)]
-    return [" ".join(words[a:b]) for a, b in pairwise(cuts)]
+    return [text[words[a][0] : words[b - 1][1]] for a, b in pairwise(cuts)]
 
 
 class EncodingThread:

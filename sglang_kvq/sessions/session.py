@@ -139,6 +139,7 @@ class Session:
         selected: number of requests with chosen pages.
         rebuilt: number of histories that were computed again because they had been evicted.
         created, used: times at which the session was created, and at which its last answer began or ended.
+        idle_since: ``used`` by the store's clock.
         answering: number of requests whose answers are being generated.
         preparing: number of requests whose next turn is being prepared.
         planning: held while a prompt is planned, so that requests of one session are planned one after the other.
@@ -157,6 +158,7 @@ class Session:
     rebuilt: int = 0
     created: float = field(default_factory=time.time)
     used: float = field(default_factory=time.time)
+    idle_since: float = 0.0
     answering: int = 0
     preparing: int = 0
     planning: asyncio.Lock = field(default_factory=asyncio.Lock, repr=False)

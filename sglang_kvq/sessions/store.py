@@ -16,6 +16,8 @@ from sglang_kvq.sessions.session import Session
 logger = logging.getLogger("sglang_kvq")
 
 MIB = 1 << 20
+#: Least seconds between two searches for idle sessions; a busy one may have been idle for long otherwise.
+LOOK = 1.0
 _Key: TypeAlias = tuple[str, str]
 
 
@@ -49,7 +51,7 @@ class SessionStore:
     Args:
         sessions: the most sessions.
         idle_seconds: idle time after which a session is forgotten; 0 means never.
-        clock: returns seconds since the epoch.
+        clock: returns seconds; must not follow changes of the wall clock, which would forget sessions in use.
         memory: the most bytes, by ``Session.nbytes``.
         share: share of both limits that one tenant may hold; above 0, at most 1.
     """
@@ -58,7 +60,7 @@ class SessionStore:
         self,
         sessions: int,
         idle_seconds: float,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] = time.monotonic,
         *,
         memory: float = float("inf"),
         share: float = 1.0,
@@ -86,15 +88,13 @@ class SessionStore:
     def use(self, tenant: str, session_id: str) -> Session:
         """Returns the session and marks it as used last; makes a new one if it is not known."""
         self.expire()
-        now = self.clock()
         session = self._sessions.get((tenant, session_id))
         if session is None:
-            session = Session(tenant, session_id, created=now)
+            session = Session(tenant, session_id)
             self._sessions[tenant, session_id] = session
             self._tenants.setdefault(tenant, _Tenant()).sessions[session_id] = session
             self._count(session, 1, session.nbytes)
             self._make_room(tenant, session)
-        session.used = now
         self._touch(session)
         return session
 
@@ -160,7 +160,6 @@ class SessionStore:
             yield
         finally:
             session.answering -= 1
-            session.used = self.clock()
             if self.holds(session):
                 self._touch(session)
                 self.weigh(session)
@@ -180,13 +179,21 @@ class SessionStore:
         if not self.idle_seconds:
             return
         for session in list(self._sessions.values()):
-            if self.clock() - session.used <= self.idle_seconds:
+            if self.clock() - session.idle_since <= self.idle_seconds:
                 break
             if not _is_busy(session):
                 self._drop(session)
                 self.expired += 1
 
+    def expires_in(self) -> float | None:
+        """Returns after how many seconds ``expire`` may find an idle session; None if there is none to wait for."""
+        oldest = next(iter(self._sessions.values()), None)
+        if oldest is None or not self.idle_seconds:
+            return None
+        return max(LOOK, oldest.idle_since + self.idle_seconds - self.clock())
+
     def _touch(self, session: Session) -> None:
+        session.used, session.idle_since = time.time(), self.clock()
         self._sessions.move_to_end((session.tenant, session.id))
         self._tenants[session.tenant].sessions.move_to_end(session.id)
 

@@ -72,6 +72,12 @@ def test_an_episode_keeps_more_than_sinks() -> None:
         config(policy="epicache", budget=128).check_windows(128, RECENT)
 
 
+def test_an_episode_has_a_segment() -> None:
+    config(policy="epicache", budget=1024, block=512, segment=1536).check_windows(SINK, RECENT)
+    with pytest.raises(KVQuantError, match="--episodic-segment 1600: .* Give at most 1536"):
+        config(policy="epicache", budget=1024, block=512, segment=1600).check_windows(SINK, RECENT)
+
+
 def test_a_budget_must_leave_pages_to_choose() -> None:
     with pytest.raises(KVQuantError, match=r"--episodic-budget 1024: .* need 1472. Raise the budget"):
         config(budget=1024, block=1024).check_windows(SINK, RECENT)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import threading
 import types
@@ -48,6 +49,24 @@ def test_pieces_lose_no_word(words: int) -> None:
     text = " ".join(f"w{n}" for n in range(words))
     Embedder(Notes()).encode([text])
     assert " ".join(seen) == text and max(len(piece.split()) for piece in seen) <= PIECE_WORDS
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["我昨天收养了一只鹦鹉。" * 40, "попугая зовут Пикси, " * 60, "self.read(turn[0].ids,done)" * 40, "deadbeef" * 200],
+)
+def test_texts_without_many_spaces_are_cut_too(text: str) -> None:
+    """MiniLM makes a token of each mark, and of each letter that is not ASCII; it reads 254 of them."""
+    seen: list[str] = []
+
+    class Notes:
+        def encode(self, sentences: list[str], **options: Any) -> Any:
+            seen.extend(sentences)
+            return np.ones((len(sentences), 2))
+
+    Embedder(Notes()).encode([text])
+    assert "".join("".join(seen).split()) == "".join(text.split())
+    assert max(len(re.findall(r"[A-Za-z0-9]{1,8}|[^\sA-Za-z0-9]", piece)) for piece in seen) <= PIECE_WORDS
 
 
 def test_bad_input_is_refused(tmp_path: Path) -> None:

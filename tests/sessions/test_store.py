@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import time
 import tracemalloc
 from collections.abc import Callable
 from typing import Any
@@ -58,7 +59,7 @@ def test_a_session_is_not_idle_while_it_answers() -> None:
     with store.answering(slow), store.answering(slow):
         clock.now += 1000
         assert store.of("t") == [slow] and store.expired == 1 and not store.holds(quick)
-    assert slow.answering == 0 and slow.used == clock.now
+    assert slow.answering == 0 and slow.idle_since == clock.now
     later = store.use("t", "later")
     clock.now += 59
     assert store.of("t") == [later, slow]
@@ -83,6 +84,13 @@ def test_a_session_forgotten_while_it_answers_stays_forgotten() -> None:
     with store.answering(store.use("t", "a")):
         store.delete("t", "a")
     assert len(store) == 0
+
+
+def test_a_wall_clock_that_jumps_forgets_no_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, now = SessionStore(9, 60), time.time()
+    session = store.use("t", "a")
+    monkeypatch.setattr(time, "time", lambda: now + 1e6)
+    assert store.use("t", "a") is session and session.used == now + 1e6 and session.created < now + 1
 
 
 def test_sessions_without_expiry_stay() -> None:

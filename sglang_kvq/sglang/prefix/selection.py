@@ -21,7 +21,7 @@ from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.sessions.messages import GONE, SELECTION, TOO_SMALL, Selection
 from sglang_kvq.sglang import runtime
-from sglang_kvq.sglang.prefix import episodes, tree_keys
+from sglang_kvq.sglang.prefix import episodes, folding, tree_keys
 from sglang_kvq.sglang.types import ForwardBatch, Original, PrefillAdder, PrefixCache, Req
 
 #: Environment variable that only tests of this file set to 1. Without the session router, which knows the owner of each
@@ -61,6 +61,8 @@ def around_next_round(
     """AROUND ``Req.init_next_round_input``, which matches a waiting request in the tree: copies its pages first."""
     if runtime.tiers() is None or tree_cache is None:
         return original(self, tree_cache, *args, **kwargs)
+    if self.to_finish is not None and len(self.origin_input_ids) == 1:
+        _forget(self)  # SGLang has refused it, such as for its grammar, and has replaced its prompt by one token
     there = False
     try:
         episodes.prepare(tree_cache, self)
@@ -99,9 +101,15 @@ def stand_ins(req: Req) -> int:
 
 def _end(req: Req, error: KVQuantError) -> None:
     """Makes a waiting request end with an error; SGLang then replaces its prompt by one token."""
-    setattr(req, _ATTRIBUTE, None)
-    episodes.forget_prefix(req)
+    _forget(req)
     req.set_finish_with_abort(f"sglang-kvq: {error}")
+
+
+def _forget(req: Req) -> None:
+    """Removes from a request what its first tokens stand for, and its fold."""
+    for attribute in (_ATTRIBUTE, folding.ATTRIBUTE):
+        setattr(req, attribute, None)
+    episodes.forget_prefix(req)
 
 
 def _bring(tree: PrefixCache, req: Req, selection: Selection) -> bool:

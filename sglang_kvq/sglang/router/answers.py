@@ -7,6 +7,8 @@ from collections.abc import Awaitable
 from http import HTTPStatus
 from typing import Any, TypeVar
 
+from fastapi import HTTPException
+
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.sessions.messages import GONE, TOO_SMALL
 from sglang_kvq.sglang.router.requests import GenerateRequest, HTTPRequest, Output
@@ -41,6 +43,11 @@ def aborted(message: str, status: int | None = None) -> Ended:
     return Ended(
         {"type": "abort", "message": message, "status_code": code, "err_type": None if code is None else code.name}
     )
+
+
+def unavailable(message: str) -> HTTPException:
+    """Returns status 503: the server lacks something now, and the request may be sent again."""
+    return HTTPException(HTTPStatus.SERVICE_UNAVAILABLE, f"sglang-kvq: {message}")
 
 
 def abort_of(out: Output) -> dict[str, Any] | None:

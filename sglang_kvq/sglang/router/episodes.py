@@ -123,24 +123,24 @@ class EpisodeRouter:
         """Runs the steps of a chain that are not known to be in the cache.
 
         Raises:
-            KVQuantError: the cache has no room for an episode beside the running requests.
+            KVQuantError: SGLang refuses an inner request.
             Ended: the request was aborted.
-            HTTPException: SGLang ended an inner request with this error.
+            HTTPException: SGLang ended an inner request with this error, or the cache has no room for an episode
+                beside the running requests.
         """
         for _ in range(3):  # known folds may have been evicted, and may be evicted again during the build
             known = [step.name in self._built for step in chosen.steps]
             first = len(known) - known[::-1].index(True) if True in known else 0
             try:
                 for step in chosen.steps[first:]:
-                    if turn.obj.rid in self.workers.aborted:
-                        raise answers.aborted("Abort before its answer began")
                     await self._step(turn, chosen, step)
             except _Gone:
                 self._forget(chosen)
                 turn.session.rebuilt += 1
+                self.metrics.rebuilt()
                 continue
             return
-        raise KVQuantError(
+        raise answers.unavailable(
             "an episode is evicted as soon as it is built: the KV cache is too small for what runs at once. Lower "
             "--episodic-budget or --max-running-requests."
         )
@@ -166,13 +166,17 @@ class EpisodeRouter:
             inner.sampling_params["custom_params"] = params
             inner.normalize_batch_and_arguments()
             async with self._folding:
+                self.workers.check_wanted(turn.obj.rid)
                 problem = await self._run(turn, inner)
             if problem is None:
                 break
             if GONE in problem:
                 raise _Gone
-            if _AGAIN not in problem or attempt == ATTEMPTS - 1:
-                raise KVQuantError(f"folding tokens {step.start} to {step.end} of the conversation failed: {problem}")
+            failed = f"folding tokens {step.start} to {step.end} of the conversation failed: {problem}"
+            if _AGAIN not in problem:
+                raise KVQuantError(failed)
+            if attempt == ATTEMPTS - 1:
+                raise answers.unavailable(failed)
             await asyncio.sleep(PAUSE * 2**attempt)
         self._built[step.name] = None
         self.metrics.folded()

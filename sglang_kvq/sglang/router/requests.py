@@ -98,16 +98,29 @@ def session_id_of(obj: GenerateRequest, request: HTTPRequest | None, header: str
         header: the header's name, from ``--episodic-session-header``.
 
     Raises:
-        KVQuantError: body and header give different ids, or the id is empty or too long.
+        KVQuantError: body and header give different ids, or the id is no text, empty or too long.
     """
     named = None if request is None else request.headers.get(header)
+    named = None if named is None else _utf8(named)
     given: str | None = obj.session_id
     if given is not None and named is not None and given != named:
         raise KVQuantError(f"session_id {given!r} and {header} {named!r} differ. Send one of them.")
     found = named if given is None else given
+    if found is not None and not isinstance(found, str):
+        raise KVQuantError(f"session id {found!r}: must be a string.")
+    if found is not None and any("\ud800" <= letter <= "\udfff" for letter in found):
+        raise KVQuantError(f"session id {found!r}: half of a surrogate pair is no character. Send Unicode text.")
     if found is not None and not 0 < len(found) <= LONGEST_ID:
         raise KVQuantError(f"a session id of {len(found)} characters: must have 1 to {LONGEST_ID}.")
     return found
+
+
+def _utf8(header: str) -> str:
+    """Returns a header's value, which HTTP servers decode as Latin-1, in UTF-8 like bodies and URLs, if it is UTF-8."""
+    try:
+        return header.encode("latin-1").decode()
+    except UnicodeError:
+        return header
 
 
 def tenant_of(request: HTTPRequest | None, header: str | None = None) -> str:
@@ -120,7 +133,10 @@ def tenant_of(request: HTTPRequest | None, header: str | None = None) -> str:
         KVQuantError: that header is missing or empty. Native gRPC and ``Engine`` never have it.
     """
     headers = {} if request is None else request.headers
-    key = headers.get("Authorization")
+    key = headers.get("Authorization") or ""
+    scheme, _, token = key.partition(" ")
+    if scheme.lower() == "bearer":  # SGLang accepts every spelling
+        key = f"Bearer {token}"
     if header is None:
         return _hash(key) if key else ""
     if not (name := headers.get(header)):
@@ -128,7 +144,7 @@ def tenant_of(request: HTTPRequest | None, header: str | None = None) -> str:
             f"--episodic-tenant-header {header}: this request has no such header. Let the gateway set it in every "
             "request of a session and of /v1/sessions."
         )
-    return _hash(json.dumps([key or "", name]))
+    return _hash(json.dumps([key, name]))
 
 
 def _hash(text: str) -> str:
@@ -162,16 +178,19 @@ async def token_ids(given: Sequence[int]) -> np.ndarray:
     """Converts a prompt's tokens to int32 ``[T]``, in parts, so that other requests can run in between.
 
     Raises:
-        KVQuantError: a value does not fit in int32, so it is no token.
+        KVQuantError: a value is negative or does not fit in int32, so it is no token.
     """
     ids = np.empty(len(given), np.int32)
     for at in range(0, len(given), TOKENS_AT_ONCE):
         part = given[at : at + TOKENS_AT_ONCE]
         try:
             ids[at : at + len(part)] = np.fromiter(part, np.int32, len(part))
+            wrong = ids[at : at + len(part)].min() < 0
         except OverflowError:
-            worst = max(part, key=abs)
-            raise KVQuantError(f"input_ids {worst}: not a token. Send ids of the model's vocabulary.") from None
+            wrong = True
+        if wrong:
+            worst = min(part) if min(part) < 0 else max(part)
+            raise KVQuantError(f"input_ids {worst}: not a token. Send ids of the model's vocabulary.")
         await asyncio.sleep(0)
     return ids
 

@@ -149,6 +149,8 @@ class Router:
             self.episodes = EpisodeRouter(self.workers, self.metrics, episodic, config.method, sinks)
         #: Tasks that continue after answers. They are kept here because the event loop keeps no strong reference.
         self.background: set[asyncio.Task[None]] = set()
+        #: Looks for idle sessions, because a server without requests must forget them too.
+        self._expiry: asyncio.TimerHandle | None = None
 
     async def serve(
         self, send: Original, obj: GenerateRequest, request: HTTPRequest | None, session_id: str
@@ -173,18 +175,20 @@ class Router:
             session = self.store.use(tenant, session_id)
             session.requests += 1
             turn = Turn(send, obj, request, session, ids, requests.namespace_of(obj), delivery)
-            self._show_state()
+            self.show_state()
             if prompt <= self.episodic.budget:
-                self.metrics.answered("whole")
                 outputs = self._serve_whole(turn)
             else:
                 self.manager._validate_one_request(obj, given)  # with --allow-auto-truncate it shortens the prompt
                 turn.ids, prompt = ids[: len(given)], len(given)
                 outputs = self._serve_selected(turn)
-            with self.store.answering(session):
-                async with aclosing(outputs):
-                    async for out in outputs:
-                        yield out
+            try:
+                with self.store.answering(session):
+                    async with aclosing(outputs):
+                        async for out in outputs:
+                            yield out
+            finally:
+                self.show_state()
             return
         except KVQuantError as error:
             raise KVQuantError(f"session {session_id!r}: {error}") from error
@@ -196,8 +200,20 @@ class Router:
             ended = answers.aborted(str(error.detail), error.status_code)
         yield delivery.end(ended, prompt, getattr(self.manager.server_args, "weight_version", None))
 
-    def _show_state(self) -> None:
+    def show_state(self) -> None:
+        """Forgets idle sessions, sets the gauges, and does so again when the next session may have been idle."""
         self.metrics.known(len(self.store), self.store.bytes)
+        if self._expiry is not None:
+            self._expiry.cancel()
+        wait = self.store.expires_in()
+        self._expiry = None if wait is None else asyncio.get_running_loop().call_later(wait, self.show_state)
+
+    def _begins(self, turn: Turn, read: str) -> None:
+        """Counts a request when its answer begins; what is generated again is not counted again."""
+        if not turn.read:
+            turn.read = read
+            turn.session.selected += read == "chosen"
+            self.metrics.answered(read)
 
     async def _serve_whole(self, turn: Turn) -> Outputs:
         """Serves the prompt unchanged, and remembers the conversation."""
@@ -207,6 +223,9 @@ class Router:
             async for out in outputs:
                 if not turn.delivery.passes(out):
                     continue
+                self._begins(turn, "whole")
+                if turn.computed:  # by inner requests, before it turned out that the prompt must be read whole
+                    out = requests.answer_output(out, turn.obj, turn.ids, turn.computed)
                 self._keep_tokens(turn, out)
                 if ends(out):
                     self._remember(turn, out, whole=True)
@@ -219,8 +238,6 @@ class Router:
             work = self._prepare_pages(turn) if episodes is None else self._prepare_episode(turn, episodes)
             prepared = await answers.while_wanted(work, turn.request, turn.obj)
         if prepared is not None:
-            turn.session.selected += 1
-            self.metrics.answered("chosen")
             for attempt in range(2):
                 try:
                     async with aclosing(self._answer(turn, prepared.inner)) as outputs:
@@ -259,6 +276,7 @@ class Router:
                     answers.check_readable((answers.abort_of(out) or {}).get("message"))
                     if not turn.delivery.passes(out):
                         continue
+                    self._begins(turn, "chosen")
                     out = requests.answer_output(out, turn.obj, turn.ids, turn.computed)
                     self._keep_tokens(turn, out)
                     if ends(out):
@@ -395,4 +413,4 @@ class Router:
         except Exception as error:  # the next turn does this work itself, and reports the problem
             logger.warning("kv-quant: preparing session %r for its next turn failed: %s", session.id, error)
         finally:
-            self._show_state()
+            self.show_state()

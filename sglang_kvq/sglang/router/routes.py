@@ -72,6 +72,8 @@ def routes(manager: TokenizerManager, config: KVQuantConfig, token_bytes: tuple[
             return found(tenant)
         except KVQuantError as problem:
             return error(problem, "NotFound", 404)
+        finally:
+            router.show_state()  # a session may have been deleted, or found to be idle
 
     # Annotations in this module are strings, and FastAPI cannot resolve the local name Request. So they are set below.
     async def every(request: Any) -> Any:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Iterator
+from concurrent.futures import Future
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -24,6 +25,7 @@ from sglang_kvq.sglang.types import Original
 #: ``managers.tokenizer_manager.TokenizerManager``.
 TokenizerManager: TypeAlias = Any
 Outputs: TypeAlias = AsyncGenerator[Output, None]
+T = TypeVar("T")
 
 
 @dataclass
@@ -38,6 +40,7 @@ class Turn:
         computed: tokens that other inner requests computed for this prompt.
         output: tokens of the answer.
         index: index of the prompt's first pages, as far as they are embedded.
+        read: what the answer read when it began, "chosen" pages or the "whole" prompt; "" before it began.
     """
 
     send: Original
@@ -50,6 +53,7 @@ class Turn:
     computed: int = 0
     output: list[int] = field(default_factory=list)
     index: PageIndex = field(default_factory=PageIndex)
+    read: str = ""
 
 
 class Workers:
@@ -71,16 +75,22 @@ class Workers:
         """Notices the abort of a request while the body prepares it, when SGLang has no request with this id yet.
 
         Raises:
+            KVQuantError: another request with this id is being prepared.
             answers.Ended: after the body, if the request was aborted meanwhile.
         """
+        if rid in self.preparing:
+            raise KVQuantError(f"request {rid}: another request has this id. Give each request an id of its own.")
         self.preparing.add(rid)
         try:
             yield
+            self.check_wanted(rid)
         finally:
             self.preparing.discard(rid)
-            aborted = rid in self.aborted
             self.aborted.discard(rid)
-        if aborted:
+
+    def check_wanted(self, rid: str) -> None:
+        """Raises ``answers.Ended`` if the request was aborted while it is prepared, so that nothing more is sent."""
+        if rid in self.aborted:
             raise answers.aborted("Abort before its answer began")
 
     async def sent(self, turn: Turn, inner: GenerateRequest) -> Outputs:
@@ -114,6 +124,8 @@ class Workers:
         tokens = await requests.token_array(history)
         inner = requests.compute_request(turn.obj, tokens, turn.namespace, rid)
         inner.normalize_batch_and_arguments()
+        if rid is not None:
+            self.check_wanted(rid)
         reason: Any = None
         async with aclosing(self.sent(turn, inner)) as outputs:
             async for out in outputs:
@@ -133,7 +145,7 @@ class Workers:
         while (first := len(turn.index)) < pages:
             last = min(first + self.thread.batch, pages)
             texts = [self.text(ids[at * size : (at + 1) * size]) for at in range(first, last)]
-            new = await asyncio.wrap_future(self.thread.pages(texts))
+            new = await _embedded(self.thread.pages(texts))
             turn.index.add(new)
             session.learn(ids, turn.index)
             self.store.weigh(session)
@@ -143,12 +155,28 @@ class Workers:
 
     async def embed_question(self, ids: np.ndarray) -> np.ndarray:
         """Returns the embedding of a question, float32 ``[1, D]``, of length 1."""
-        return await asyncio.wrap_future(self.thread.question(self.text(ids)))
+        return await _embedded(self.thread.question(self.text(ids)))
 
     def text(self, ids: np.ndarray) -> str:
         """Returns the text of tokens."""
         text: str = self.manager.tokenizer.decode(ids.tolist(), skip_special_tokens=True)
         return text
+
+
+async def _embedded(result: Future[T]) -> T:
+    """Waits for the embedder.
+
+    Raises:
+        HTTPException: it failed, for example because its device has no memory left.
+    """
+    try:
+        return await asyncio.wrap_future(result)
+    except (RuntimeError, MemoryError) as error:
+        reason = (str(error).splitlines() or ["out of memory"])[0].rstrip(".")
+        raise answers.unavailable(
+            f"the embedder failed: {reason}. Send the request again. If a GPU lacks memory, use "
+            "--episodic-embedder-device cpu."
+        ) from error
 
 
 def ends(out: Output) -> bool:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import random
+from array import array
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from sglang_kvq.constants import PAGE_SIZE as P
-from sglang_kvq.sessions.messages import SELECTION, Selection
+from sglang_kvq.sessions.messages import FOLD, PREFIX, SELECTION, Fold, FoldedPrefix, Selection
+from sglang_kvq.sglang import runtime
 from sglang_kvq.sglang.prefix import selection as selections
 from sglang_kvq.sglang.prefix import tree_keys
 from tests.sglang.prefix.fold_model import FoldModel, sglang_request
@@ -225,6 +227,23 @@ def test_after_a_retraction_copies_are_made_again(model):
     remember(model, history)
     assert schedule(model, req)[0] == [req]
     assert found(req) == 12 * P and len(req.get_fill_ids()) == 12 * P + TAIL + 3
+    end(model, req)
+    model.check_empty()
+
+
+@pytest.mark.parametrize("message", [SELECTION, PREFIX, FOLD])
+def test_a_request_that_sglang_refuses_ends_with_its_reason(model, message):
+    """Such as for its grammar: SGLang gives it a prompt of one token and lets it run once."""
+    model, history = model(40), said(20)
+    remember(model, history)
+    req = ask(history, 12)
+    if message != SELECTION:
+        folded = Fold("kvq-x", 12 * P, 4 * P).encode() if message == FOLD else FoldedPrefix(12 * P, P).encode()
+        req.sampling_params.custom_params = {message: folded}
+        runtime.current().chosen_tokens = lambda req, fold: None
+    req.to_finish, req.origin_input_ids = "invalid grammar", array("q", [0])
+    admitted, _ = schedule(model, req)
+    assert admitted == [req] and req.problem is None and selections.offset_of(req) == 0
     end(model, req)
     model.check_empty()
 

@@ -15,6 +15,7 @@ from sglang_kvq.sessions.config import EpisodicConfig
 from sglang_kvq.sessions.embedding import Embedder
 from sglang_kvq.sessions.messages import SELECTION
 from sglang_kvq.sglang.router import router as session_router
+from sglang_kvq.sglang.router.metrics import NoMetrics
 from sglang_kvq.sglang.runtime import attach
 
 BUDGET = 10 * P
@@ -57,6 +58,25 @@ class Words:
         return rows
 
 
+class Counted(NoMetrics):
+    """Metrics that tests can read."""
+
+    def __init__(self):
+        self.state, self.read, self.rebuilds, self.tokens = (0, 0), [], 0, 0
+
+    def known(self, sessions, state_bytes):
+        self.state = sessions, state_bytes
+
+    def answered(self, read):
+        self.read.append(read)
+
+    def rebuilt(self):
+        self.rebuilds += 1
+
+    def computed(self, tokens):
+        self.tokens += tokens
+
+
 def pages_of(message: str) -> int:
     """Returns how many pages a selection names, without reading its history, which the event loop must not read."""
     return len(json.loads(message[: message.index("\n")])[2])
@@ -81,6 +101,13 @@ class Manager:
     @property
     def router(self) -> session_router.Router:
         return self._kvq_router
+
+    def counted(self) -> Counted:
+        """Lets the router count, and returns what counts."""
+        router, counted = self.router, Counted()
+        for one in filter(None, (router, router.workers, router.episodes)):
+            one.metrics = counted
+        return counted
 
     def _validate_one_request(self, obj, ids):
         if len(ids) >= self.context_len:

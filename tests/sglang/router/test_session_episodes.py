@@ -7,6 +7,7 @@ import time
 
 import numpy as np
 import pytest
+from fastapi import HTTPException
 
 from sglang_kvq.config import KVQuantConfig
 from sglang_kvq.constants import PAGE_SIZE as P
@@ -136,14 +137,16 @@ def test_an_edit_divides_anew():
 
 def test_a_short_prompt_is_the_clients_own():
     manager = Manager()
+    counted = manager.counted()
     for tokens in (BUDGET, BUDGET + BLOCK):  # the second exceeds the budget by less than a block before its question
         manager.ask(LONG[:tokens])
         assert manager.sent[-1].input_ids == LONG[:tokens].tolist() and manager.sent[-1].extra_key is None
-    assert len(manager.sent) == 2
+    assert len(manager.sent) == 2 and counted.read == ["whole"] * 2 and manager.session.selected == 0
 
 
 def test_what_was_evicted_is_built_again():
     manager = Manager()
+    counted = manager.counted()
     manager.ask(LONG)
     manager.cached.clear()
     before = len(manager.sent)
@@ -153,7 +156,7 @@ def test_what_was_evicted_is_built_again():
     manager.cached.clear()
     before = len(manager.sent)
     manager.ask([*LONG, 7, 8, *LONG[-300:]])
-    assert manager.session.rebuilt == 2 and manager.custom(before, PREFIX)
+    assert manager.session.rebuilt == counted.rebuilds == 2 and manager.custom(before, PREFIX)
 
 
 def test_no_room_waits_and_then_says_so(monkeypatch):
@@ -162,8 +165,19 @@ def test_no_room_waits_and_then_says_so(monkeypatch):
     manager = Manager(*full[:3])
     manager.ask(LONG)
     assert len(manager.sent) == 3 + 4 + 1
-    with pytest.raises(KVQuantError, match="folding tokens 384 to 512 of the conversation failed: .*no room"):
+    with pytest.raises(HTTPException, match="503: .*folding tokens 384 to 512 of the conversation failed: .*no room"):
         Manager(*full).ask(LONG)
+
+
+def test_an_episode_that_does_not_stay_is_the_servers_problem():
+    class Nothing(set):
+        def __contains__(self, name):
+            return False
+
+    manager = Manager()
+    manager.cached = Nothing()
+    with pytest.raises(HTTPException, match="503: sglang-kvq: an episode is evicted as soon as it is built"):
+        manager.ask(LONG)
 
 
 def test_other_problems_are_the_clients():
@@ -185,6 +199,23 @@ def test_an_abort_ends_the_chain():
 
     asyncio.run(run())
     assert len(manager.sent) == 1
+
+
+def test_an_abort_while_another_session_folds_sends_nothing():
+    manager = Manager()
+
+    async def run():
+        folding = manager.router.episodes._folding
+        await folding.acquire()
+        asked = asyncio.ensure_future(manager.turn(LONG, rid="client"))
+        while not folding._waiters:
+            await asyncio.sleep(0)
+        manager.abort_request("client")
+        folding.release()
+        assert (await asked)[0]["meta_info"]["finish_reason"]["message"] == "Abort before its answer began"
+
+    asyncio.run(run())
+    assert manager.sent == []
 
 
 def test_an_abort_ends_a_chain_that_is_built_again():

@@ -11,7 +11,6 @@ from sglang_kvq.errors import KVQuantError
 from sglang_kvq.sessions.messages import SELECTION, Selection
 from sglang_kvq.sessions.planning import Plan
 from sglang_kvq.sglang.router import requests
-from sglang_kvq.sglang.router.metrics import NoMetrics
 from tests.sglang.router.session_model import LONG, Manager, http, request_of
 
 
@@ -98,10 +97,30 @@ def test_what_a_session_has_no_place_for_is_refused(fields, message):
     assert manager.sent == [] and len(manager.router.store) == 0
 
 
-@pytest.mark.parametrize("name", ["", "x" * 257], ids=["empty", "long"])
-def test_names_of_sessions(name):
-    with pytest.raises(KVQuantError, match="a session id of .* characters"):
+@pytest.mark.parametrize(
+    "name,message",
+    [
+        ("", "a session id of 0 characters: must have 1 to 256"),
+        ("x" * 257, "a session id of 257 characters"),
+        ("\ud800", r"session id '\\ud800': half of a surrogate pair"),
+        (5, "session id 5: must be a string"),
+        (["a"], r"session id \['a'\]: must be a string"),
+    ],
+    ids=["empty", "long", "surrogate", "number", "list"],
+)
+def test_names_of_sessions(name, message):
+    with pytest.raises(KVQuantError, match=message):
         asyncio.run(Manager().heard(request_of(session_id=name), None))
+
+
+def test_a_header_names_a_session_in_utf8():
+    """HTTP servers decode headers as Latin-1; bodies and URLs are UTF-8."""
+    manager = Manager()
+    header = http(X_Session_Id="Zoë 会话".encode().decode("latin-1"))
+    manager.ask(LONG[:P], header, session_id="Zoë 会话")
+    assert [session.id for session in manager.router.store.of("")] == ["Zoë 会话"]
+    manager.ask(LONG[:P], http(X_Session_Id="Zo\xeb"))  # Latin-1, which is not UTF-8
+    assert manager.router.store.of("")[0].id == "Zoë"
 
 
 def test_another_header_may_name_sessions():
@@ -119,14 +138,8 @@ def test_another_header_may_name_sessions():
 def test_computed_tokens_are_counted():
     """Tokens are counted if they are computed, in the history or after it; cached ones are not."""
 
-    class Counted(NoMetrics):
-        tokens = 0
-
-        def computed(self, tokens):
-            self.tokens += tokens
-
     manager = Manager()
-    manager.router.workers.metrics = counted = Counted()
+    counted = manager.counted()
     manager.ask(LONG[:P])
     assert counted.tokens == P
     manager.ask(LONG)
@@ -135,10 +148,11 @@ def test_computed_tokens_are_counted():
     assert len(sent) > 1 and counted.tokens == P + sum(sent) - len(pages) * P
 
 
+@pytest.mark.parametrize("wrong", [1 << 40, -1])
 @pytest.mark.parametrize("before", [1, requests.TOKENS_AT_ONCE, requests.TOKENS_AT_ONCE + 1])
-def test_tokens_that_are_none_are_refused(before):
-    with pytest.raises(KVQuantError, match=f"^session 'a': input_ids {1 << 40}: not a token"):
-        Manager().ask([1] * before + [1 << 40])
+def test_tokens_that_are_none_are_refused(before, wrong):
+    with pytest.raises(KVQuantError, match=f"^session 'a': input_ids {wrong}: not a token"):
+        Manager().ask([1] * before + [wrong])
 
 
 @pytest.mark.parametrize("count", [0, 1, requests.TOKENS_AT_ONCE, 2 * requests.TOKENS_AT_ONCE + 5])

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 
 import pytest
+from fastapi import HTTPException
 
 from sglang_kvq.constants import PAGE_SIZE as P
 from sglang_kvq.errors import KVQuantError
@@ -73,18 +74,21 @@ def test_an_evicted_history_is_computed_again_once():
         return next(errors, None) if obj.extra_key else None
 
     manager = Manager(script)
+    counted = manager.counted()
     (out,) = manager.ask(LONG)
     kinds = ["answer" if obj.extra_key else len(obj.input_ids) for obj in manager.sent]
     assert kinds == [kinds[0], "answer", kinds[0], "answer", (len(LONG) + 2) // P * P]
-    assert out["output_ids"] == [7, 8] and manager.session.rebuilt == 1
+    assert out["output_ids"] == [7, 8] and manager.session.rebuilt == counted.rebuilds == 1
+    assert counted.read == ["chosen"] and manager.session.selected == 1
 
 
 def test_a_history_that_does_not_stay_is_read_whole(caplog):
     manager = Manager(lambda obj: KVQuantError("is no longer cached") if obj.extra_key else None)
-    obj = request_of(input_ids=LONG.tolist())
+    obj, counted = request_of(input_ids=LONG.tolist()), manager.counted()
     (out,) = asyncio.run(manager.heard(obj))
     assert manager.sent[-1] is obj and out["meta_info"]["prompt_tokens"] == len(LONG)
     assert "evicted as soon as it is computed" in caplog.text
+    assert counted.read == ["whole"] and manager.session.selected == 0
 
 
 def test_other_errors_are_the_clients():
@@ -102,7 +106,9 @@ def test_a_prompt_beyond_the_context_is_refused_before_anything_is_computed():
 
 def test_an_abort_while_the_history_is_computed_ends_the_request():
     manager = Manager(lambda obj: manager.abort_request("client"))
+    counted = manager.counted()
     (out,) = manager.ask(LONG, rid="client")
+    assert counted.state == (1, manager.session.nbytes) and counted.read == []
     assert out["meta_info"]["finish_reason"]["type"] == "abort" and out["meta_info"]["id"] == "client"
     assert len(manager.sent) == 1 and not manager.router.workers.preparing and not manager.router.workers.aborted
 
@@ -153,6 +159,65 @@ def test_an_abort_while_the_prompt_becomes_tokens_ends_the_request():
     said = asyncio.run(manager.heard(request_of(text="x", input_ids=None, rid="client")))[-1]
     assert said["meta_info"]["finish_reason"]["message"] == "Abort before its answer began"
     assert manager.sent == []
+
+
+def test_an_abort_while_another_turn_is_planned_computes_nothing():
+    async def run(manager):
+        session = manager.router.store.use("", "a")
+        await session.planning.acquire()
+        turn = asyncio.ensure_future(manager.turn(LONG, rid="client"))
+        while not session.planning._waiters:
+            await asyncio.sleep(0)
+        manager.abort_request("client")
+        session.planning.release()
+        assert (await turn)[-1]["meta_info"]["finish_reason"]["message"] == "Abort before its answer began"
+
+    manager = Manager()
+    asyncio.run(run(manager))
+    assert manager.sent == []
+
+
+def test_two_requests_of_one_id_are_not_prepared_at_once():
+    """An abort would mean both of them, and only one would notice it."""
+    manager = Manager()
+
+    async def run():
+        return await asyncio.gather(*(manager.turn(LONG, rid="client") for _ in range(2)), return_exceptions=True)
+
+    (out,), error = asyncio.run(run())
+    assert out["output_ids"] == [7, 8]
+    assert isinstance(error, KVQuantError) and "request client: another request has this id" in str(error)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_embedder_that_fails_is_the_servers_problem(stream):
+    def fails(sentences, **options):
+        raise RuntimeError("CUDA out of memory.\nMore lines")
+
+    manager = Manager()
+    manager.words.encode = fails
+    message = "sglang-kvq: the embedder failed: CUDA out of memory. Send the request again"
+    if stream:
+        reason = manager.ask(LONG, stream=True)[-1]["meta_info"]["finish_reason"]
+        assert reason["status_code"] == 503 and reason["message"].startswith(message)
+        return
+    with pytest.raises(HTTPException, match=message):
+        manager.ask(LONG)
+
+
+def test_a_prompt_that_is_read_whole_counts_what_it_computed():
+    """SGLang finds the history in its cache, but this request had it computed."""
+
+    async def cached(self, obj, request=None):
+        async for out in Manager.generate_request(self, obj, request):
+            if obj is asked:
+                out["meta_info"]["cached_tokens"] = len(self.sent[0].input_ids)
+            yield out
+
+    manager = Manager(lambda obj: KVQuantError("is too small for it") if obj.extra_key else None)
+    asked = request_of(input_ids=LONG.tolist())
+    (out,) = asyncio.run(manager.heard(asked, send=cached))
+    assert out["meta_info"]["prompt_tokens"] == len(LONG) and out["meta_info"]["cached_tokens"] == 0
 
 
 def test_an_abort_while_an_evicted_history_waits_to_be_computed_again_ends_the_request():

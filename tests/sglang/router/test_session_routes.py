@@ -26,6 +26,13 @@ def test_tenants_read_copies_of_their_own():
     assert len(manager.router.store) == 2 and "one" not in str(manager.router.store.of(requests.tenant_of(None)))
 
 
+def test_a_key_is_one_tenant_however_its_scheme_is_spelled():
+    """HTTP's authentication schemes ignore case, and so does SGLang."""
+    one, other = (requests.tenant_of(http(Authorization=f"{scheme} k")) for scheme in ("Bearer", "bearer"))
+    assert one == other != requests.tenant_of(http(Authorization="Bearer K"))
+    assert len({requests.tenant_of(http(Authorization=key)) for key in ("k", "Bearer k", "Basic k", "")}) == 4
+
+
 def test_a_tenant_that_asks_much_forgets_nobody_elses_session():
     """Many requests of one tenant displace neither another's running session nor one that waits for its next turn."""
 
@@ -120,6 +127,29 @@ def test_routes_list_describe_and_forget(app):
     assert app.delete("/v1/sessions/a/b").json() == {"id": "a/b", "object": "session.deleted", "deleted": True}
     assert app.get("/v1/sessions/a/b").status_code == app.delete("/v1/sessions/a/b").status_code == 404
     assert app.get("/v1/sessions").json()["data"] == []
+
+
+def test_gauges_follow_sessions_that_are_deleted_or_idle():
+    """A server without requests also forgets idle sessions."""
+    from fastapi import FastAPI
+    from fastapi.testclient import TestClient
+
+    manager, app = Manager(idle_seconds=0.2), FastAPI()
+    app.include_router(session_routes.routes(manager, CONFIG, (10.0, 100.0)))
+    counted = manager.counted()
+
+    async def run():
+        await manager.turn(LONG[:P])
+        assert counted.state == (1, manager.session.nbytes)
+        while counted.state != (0, 0):
+            await asyncio.sleep(0.05)
+
+    asyncio.run(asyncio.wait_for(run(), 10))
+    assert manager.router.store.expired == 1
+    manager.router.store.idle_seconds = 60
+    manager.ask(LONG[:P])
+    assert counted.state[0] == 1 and TestClient(app).delete("/v1/sessions/a").json()["deleted"]
+    assert counted.state == (0, 0)
 
 
 def test_routes_show_each_tenant_its_own():
