@@ -23,8 +23,9 @@ OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 #: Python program that becomes the server, after telling the kernel to kill it if this process dies (PR_SET_PDEATHSIG).
 #: ``preexec_fn`` could do the same, but it is unsafe in a process with several threads.
 _TIED = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); os.execvp(sys.argv[1], sys.argv[1:])"
-#: Ports for servers, below the ports that a system uses for connections: from 32768 on Linux, 49152 elsewhere.
-PORTS = range(20000, 32000)
+#: Ports for servers, below those that a system uses for connections: from 32768 on Linux, 49152 elsewhere. Each SGLang
+#: server also takes a random port from 22000 to 29999 for itself.
+PORTS = range(16000, 22000)
 _ports: set[int] = set()
 _Self = TypeVar("_Self", bound="ServerProcess")
 

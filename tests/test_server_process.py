@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import signal
 import socket
@@ -11,9 +12,12 @@ import time
 from pathlib import Path
 
 import pytest
+from packaging.version import Version
+from sglang.srt.utils import network
 
 from sglang_kvq import server_process
 from sglang_kvq.server_process import ServerFailed, ServerProcess, free_port
+from sglang_kvq.sglang.compat import sglang_version
 from tests.conftest import ROOT
 
 #: A server that answers ``/health``; before that it starts a child and prints both process ids.
@@ -67,6 +71,14 @@ def test_ports_are_free_and_given_out_once(monkeypatch):
         assert ports == [first + 1]
         with pytest.raises(ServerFailed, match=f"no free port from {first} to {first + 1}"):
             free_port()
+
+
+def test_no_port_is_one_that_sglang_takes_for_itself():
+    """Each server of newer releases has a random port for its workers, which must not be another server's port."""
+    own = getattr(network, "get_free_port_below_ephemeral", None)
+    assert own or sglang_version() < Version("0.5.23")
+    limits = inspect.signature(own).parameters if own else {}
+    assert own is None or server_process.PORTS.stop <= limits["low"].default < limits["high"].default
 
 
 def test_stopping_ends_what_the_server_started(tmp_path):

@@ -29,7 +29,7 @@ def start(servers, plugins, storage) -> Callable[..., Client]:
     """``start(*flags)`` returns a client of a server that drafts."""
 
     def go(*flags: str) -> Client:
-        env = plugins("small_host", "drafting_on_cpu")
+        env = plugins("small_host", *([] if ON_GPU else ["drafting_on_cpu"]))
         if not ON_GPU:
             env |= ngrams.on_cpu(env["PYTHONPATH"]) if "NGRAM" in flags else {"TORCHDYNAMO_DISABLE": "1"}
             env["PYTHONPATH"] = os.pathsep.join((str(ngrams.STANDINS), env["PYTHONPATH"]))
