@@ -15,7 +15,7 @@ from sglang_kvq.rotations.calibration.clips import query_blocks
 from sglang_kvq.rotations.calibration.hf_attention import attention_hook, positions
 from sglang_kvq.rotations.calibration.hf_model import embedding_rows, load_model, tokenize
 from sglang_kvq.rotations.calibration.run import Progress, silent
-from sglang_kvq.rotations.calibration.settings import read_corpus
+from sglang_kvq.rotations.calibration.settings import evenly, read_corpus
 from sglang_kvq.rotations.identity import geometry_of
 from sglang_kvq.rotations.inspection.candidates import Candidate, candidates_of
 from sglang_kvq.rotations.maths.fake_quant import RotatedContext, page_round_trip
@@ -76,9 +76,8 @@ def measure(
             errors[candidate.name][:, layer] += error
         sizes[layer] += size
 
-    starts = torch.linspace(0, len(ids) - length, contexts).long().tolist()
     with torch.inference_mode(), attention_hook(model, hook):
-        for i, start in enumerate(starts):
+        for i, start in enumerate(evenly(len(ids) - length, contexts)):
             progress("measuring", i, contexts)
             context = ids[start : start + length].to(model.device)
             model.base_model(context[None], position_ids=positions(context, 0), use_cache=False)
