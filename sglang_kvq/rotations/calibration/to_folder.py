@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +11,7 @@ import torch
 
 from sglang_kvq.errors import KVQuantError, first_line
 from sglang_kvq.rotations.base import Rotations
-from sglang_kvq.rotations.calibration.checkpoint import Checkpoint, fingerprint
+from sglang_kvq.rotations.calibration.checkpoint import Checkpoint, discard, fingerprint
 from sglang_kvq.rotations.calibration.hf_model import embedding_rows, load_config, load_model, tokenize
 from sglang_kvq.rotations.calibration.run import Progress, calibrate, silent
 from sglang_kvq.rotations.calibration.settings import CalibrationSettings, read_corpus
@@ -64,7 +63,7 @@ def calibrate_to_folder(
     corpus, name = read_corpus(texts, text_share)
     kept = partial_folder(output)
     if restart:
-        shutil.rmtree(kept, ignore_errors=True)
+        discard(kept)
     progress("loading the model", 0, 1)
     if engine is None:
         model, tokenizer = load_model(
@@ -104,7 +103,7 @@ def calibrate_to_folder(
         save_rotations(rotations, output, kv_heads=meta.model["num_key_value_heads"], overwrite=overwrite)
     except KVQuantError as error:
         raise KVQuantError(f"{error}{_continues(kept)}") from error
-    shutil.rmtree(kept, ignore_errors=True)
+    discard(kept)
     return Calibrated(rotations, model, ids)
 
 
