@@ -160,6 +160,15 @@ def positions_of(hf_config: Any) -> int:
     return min(known, MOST_POSITIONS)
 
 
+def check_length(flag: str, length: int, hf_config: Any) -> None:
+    """Refuses contexts that are longer than a model's table of position embeddings. RoPE has no such table."""
+    text = hf_config.get_text_config()
+    most = getattr(text, "max_position_embeddings", None)
+    rope = any(getattr(text, name, None) for name in ("rope_parameters", "rope_scaling", "rope_theta"))
+    if most and not rope and length > most:
+        raise KVQuantError(f"{flag} {length}: this model has {most} positions. Pass at most {most}.")
+
+
 def check_finite(measured: torch.Tensor, what: str, otherwise: str = "") -> None:
     """Refuses measurements ``[layers, n]`` that are not finite; ``otherwise`` ends the message with another fix.
 

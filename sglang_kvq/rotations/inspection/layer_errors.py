@@ -15,7 +15,7 @@ from sglang_kvq.rotations.calibration.clips import query_blocks
 from sglang_kvq.rotations.calibration.hf_attention import attention_hook, positions
 from sglang_kvq.rotations.calibration.hf_model import embedding_rows, load_model, tokenize
 from sglang_kvq.rotations.calibration.run import Progress, silent
-from sglang_kvq.rotations.calibration.settings import evenly, read_corpus
+from sglang_kvq.rotations.calibration.settings import check_length, evenly, read_corpus
 from sglang_kvq.rotations.identity import geometry_of
 from sglang_kvq.rotations.inspection.candidates import Candidate, candidates_of
 from sglang_kvq.rotations.maths.fake_quant import RotatedContext, page_round_trip
@@ -61,6 +61,7 @@ def measure(
     model, tokenizer = load_model(model_path, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
     layers, kv_heads, head_dim = geometry_of(model.config)
     check_rotations(rotations, layers=layers, kv_heads=kv_heads, head_dim=head_dim)
+    check_length("--length", length, model.config)
     ids = tokenize(tokenizer, corpus, embedding_rows(model))
     if len(ids) < contexts * length:
         raise KVQuantError(f"the text has {len(ids)} tokens, {contexts} contexts of {length} need {contexts * length}.")
