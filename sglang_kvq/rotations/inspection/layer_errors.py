@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from sglang_kvq.constants import PAGE_SIZE
-from sglang_kvq.errors import KVQuantError
+from sglang_kvq.errors import KVQuantError, first_line
 from sglang_kvq.rotations.base import Rotations, check_rotations
 from sglang_kvq.rotations.calibration.clips import query_blocks
 from sglang_kvq.rotations.calibration.hf_attention import attention_hook, positions
@@ -77,11 +77,17 @@ def measure(
             errors[candidate.name][:, layer] += error
         sizes[layer] += size
 
-    with torch.inference_mode(), attention_hook(model, hook):
-        for i, start in enumerate(evenly(len(ids) - length, contexts)):
-            progress("measuring", i, contexts)
-            context = ids[start : start + length].to(model.device)
-            model.base_model(context[None], position_ids=positions(context, 0), use_cache=False)
+    try:
+        with torch.inference_mode(), attention_hook(model, hook):
+            for i, start in enumerate(evenly(len(ids) - length, contexts)):
+                progress("measuring", i, contexts)
+                context = ids[start : start + length].to(model.device)
+                model.base_model(context[None], position_ids=positions(context, 0), use_cache=False)
+    except torch.OutOfMemoryError as error:
+        raise KVQuantError(
+            f"--length {length}: not enough GPU memory for contexts of that length ({first_line(error)}). Lower it, or "
+            "pass --device auto for all GPUs."
+        ) from error
     progress("measuring", contexts, contexts)
     return Measured({name: e / sizes for name, e in errors.items()}, contexts, length)
 
