@@ -132,9 +132,12 @@ def convert_rotations(
     """Rewrites rotations in the layout ``to``: "safetensors" or "pt". The arguments are those of ``kvq convert``.
 
     Raises:
-        KVQuantError: as ``load_rotations`` and ``save_rotations``; or the number of KV heads is needed and not known.
+        KVQuantError: as ``load_rotations`` and ``save_rotations``; or the number of KV heads is needed and not known,
+            or another one is given.
     """
     rotations, known_heads = read_rotations(source)
+    if None not in (kv_heads, known_heads) and kv_heads != known_heads:
+        raise KVQuantError(f"--kv-heads {kv_heads}: {source} is for {known_heads} KV heads. Leave it out.")
     if to == "pt":
         with new_folder(output, overwrite=overwrite) as temporary:
             published.save_published(rotations, temporary)

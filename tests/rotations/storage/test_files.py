@@ -488,3 +488,11 @@ def test_for_worker_refuses_what_is_not_there():
     for layers, total, start, count in [(range(1, 3), 2, 0, 2), (range(2), 2, 1, 2), (range(2), 4, 0, 2)]:
         with pytest.raises(KVQuantError):
             rotations.for_worker(layers, total, start, count)
+
+
+def test_another_number_of_heads_than_the_source_has_is_refused(tmp_path):
+    """Matrices that heads share fit any number of them, so only the recorded number reveals the mistake."""
+    save_rotations(random_rotations(heads=1), tmp_path / "shared", kv_heads=8)
+    with pytest.raises(KVQuantError, match="--kv-heads 4: .*shared is for 8 KV heads"):
+        convert_rotations(tmp_path / "shared", tmp_path / "out", to="safetensors", kv_heads=4)
+    convert_rotations(tmp_path / "shared", tmp_path / "out", to="safetensors", kv_heads=8)
