@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from sglang_kvq.rotations.calibration.hf_model import embedding_rows, load_confi
 from sglang_kvq.rotations.calibration.run import Progress, calibrate, silent
 from sglang_kvq.rotations.calibration.settings import CalibrationSettings, read_corpus
 from sglang_kvq.rotations.storage.files import check_output, save_rotations
+from sglang_kvq.rotations.storage.schema import ONE_LINE
 
 
 class Calibrated(NamedTuple):
@@ -59,6 +61,9 @@ def calibrate_to_folder(
         KVQuantError: the model or text cannot be loaded, the output exists, or an error of ``calibrate`` or ``check``.
     """
     check_output(output, overwrite=overwrite)  # before the hour of work, not after
+    base_model = base_model or (Path(model_path).resolve().name if Path(model_path).exists() else model_path)
+    if not re.fullmatch(ONE_LINE, base_model):
+        raise KVQuantError(f"--base-model {base_model!r}: must be one line without control characters. Give another.")
     progress("reading the text", 0, 1)
     corpus, name = read_corpus(texts, text_share)
     kept = partial_folder(output)
@@ -93,7 +98,7 @@ def calibrate_to_folder(
         rotations = engine(model_path, config, ids, settings, progress)
     meta = replace(
         rotations.meta,
-        base_model=base_model or (Path(model_path).name if Path(model_path).exists() else model_path),
+        base_model=base_model,
         revision=revision or getattr(config, "_commit_hash", None),
         corpus=name,
     )

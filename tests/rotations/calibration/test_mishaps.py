@@ -148,6 +148,18 @@ def test_a_gpu_without_the_memory_to_measure_budgets(model, tmp_path, monkeypatc
     assert load_rotations(tmp_path / "out", layers=2, kv_heads=2, head_dim=64).is_transform
 
 
+def test_names_that_a_config_cannot_hold(model, tmp_path):
+    """A folder with such a name would be written, and refused when it is read."""
+    refused(calibrate(model, tmp_path / "out", "--base-model", "a\nb"), r"--base-model 'a\\nb': must be one line")
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_current_folder_has_a_name(model, tmp_path, monkeypatch):
+    monkeypatch.chdir(model[0])
+    assert calibrate((".", model[1]), tmp_path / "out", "--no-sensitivity").exit_code == 0
+    assert load_rotations(tmp_path / "out", layers=2, kv_heads=2, head_dim=64).meta.base_model == model[0].name
+
+
 @pytest.fixture
 def interruptible():
     """Makes SIGINT interrupt, as in a terminal; a shell's background jobs and their children ignore it."""
