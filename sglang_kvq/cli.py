@@ -258,6 +258,9 @@ def inspect(
         drawing.need_matplotlib()
         drawing.check_name(plot)
         check_new("--plot", plot)
+    for flag, value in (("--text", text and text[0]), ("--methods", methods)):
+        if value and not model:
+            raise KVQuantError(f"{flag} {value}: needs --model. Add --model MODEL to measure errors, or leave it out.")
     rotations, kv_heads = read_rotations(folder)
     measured = None
     if model:

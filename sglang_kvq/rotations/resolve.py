@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -125,7 +126,9 @@ def resolve_formats(config: KVQuantConfig, rotations: Rotations | None, hf_confi
             f"--kv-quant-bits {config.bits}: {source} hold no layer sensitivities to choose widths by. Calibrate them "
             "with `kvq calibrate`, or give a number of bits."
         )
-    return mixed_formats(formats, meta.sensitivity, width.target, source)
+    mixed = mixed_formats(formats, meta.sensitivity, width.target, source)
+    flags = {name: clip for name in ("clip_k", "clip_v") if (clip := getattr(config, name)) is not None}
+    return tuple(replace(format, **flags) for format in mixed)
 
 
 def plane_formats(rotations: Rotations, bits: float) -> tuple[PlaneFormat, ...]:

@@ -17,8 +17,8 @@ from tests.e2e.conftest import ON_GPU
 from tests.e2e.test_hicache import wait_for
 from tests.e2e.test_sessions import BUDGET, FLAGS, QUESTION, Sessions, assert_read
 
-#: Nats per token that answers may be from transformers'. On a CPU, 0.02 were measured with the model's first layers, and
-#: 0.12 to 0.22 for the other pages; with all layers 0.11, and 1.1 to 2.3 for the other pages.
+#: Nats a token that answers may be from transformers'. On a CPU, 0.02 were measured with the first layers, and 0.12 to
+#: 0.22 for the other pages; with all layers 0.11, and 1.1 to 2.3 for the other pages.
 CLOSE = 0.2 if ON_GPU else 0.05
 #: Room for a history of 24 pages, its copies and one more prompt.
 POOL = 48

@@ -168,6 +168,14 @@ def test_auto_widens_by_sensitivity():
     assert [f.k.bits for f in lloyd] == [2, 2, 2, 4] and lloyd[3].k.levels == "lloyd-max"
 
 
+def test_a_clip_flag_holds_for_codes_of_every_width_that_auto_chooses():
+    rises = {part: {"2": [1.0] * 4, "4": [0.1, 0.1, 0.9, 0.9]} for part in "kv"}
+    config = KVQuantConfig("oscar", bits="auto:2.75", clip_k=0.95)
+    formats = resolve_formats(config, learned(sensitivity=rises, clip_k=0.9, clip_v=0.9), model())
+    assert {f.clip_k for f in formats} == {0.95} and len({f.k.bits for f in formats}) > 1
+    assert {(f.v.bits > 2, f.clip_v) for f in formats} == {(True, 1.0), (False, 0.9)}
+
+
 def test_auto_without_sensitivities_says_how_to_get_them():
     with pytest.raises(
         KVQuantError, match="--kv-quant-bits auto:2.75: folder hold no layer sensitivities.*kvq calibrate"

@@ -183,3 +183,22 @@ def test_a_line_about_a_path_is_neither_wrapped_nor_taken_for_markup(tmp_path):
     output = tmp_path / ("[red]" + "long-" * 30)
     result = CliRunner().invoke(app, ["convert", str(tmp_path / "mine"), str(output)], catch_exceptions=False)
     assert f"{output}: written" in result.stderr and result.stdout == ""
+
+
+@pytest.mark.parametrize("words", [["--text", "t.txt"], ["--methods", "int2"]], ids=" ".join)
+def test_inspect_measures_nothing_without_a_model(tmp_path, words):
+    save_rotations(random_rotations(), tmp_path / "mine", kv_heads=2)
+    result = CliRunner().invoke(app, ["inspect", str(tmp_path / "mine"), *words])
+    assert isinstance(result.exception, KVQuantError) and f"{' '.join(words)}: needs --model" in str(result.exception)
+
+
+def test_recommend_ends_with_one_line(tmp_path, monkeypatch):
+    save_rotations(random_rotations(), tmp_path / "mine", kv_heads=2)
+    for folder, why in (
+        ("none", "no such folder"),
+        ("mine", "not what `kvq calibrate --composition transform` writes"),
+    ):
+        words = ["recommend", "no/model", str(tmp_path / folder), "--text", "none", "--trust-remote-code"]
+        monkeypatch.setattr(sys, "argv", words)
+        with pytest.raises(SystemExit, match=f"^error: .*{folder}: {why}"):
+            recommend.main()

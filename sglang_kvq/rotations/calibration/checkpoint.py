@@ -14,14 +14,14 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from sglang_kvq.errors import KVQuantError, first_line
-from sglang_kvq.rotations.calibration.settings import CalibrationSettings
+from sglang_kvq.rotations.calibration.settings import CalibrationSettings, positions_of
 
 #: Seconds between checkpoints inside a pass; a finished pass is always saved.
 INTERVAL = 20.0
 
 #: Version of the checkpoint; a run of another version cannot be continued. Version 2 added the keys' mean, 3 moments
-#: weighted by attention for transform coding, 4 another order of sensitivities.
-VERSION = "4"
+#: weighted by attention for transform coding, 4 another order of sensitivities, 5 the model's buffers and positions.
+VERSION = "5"
 
 
 class Checkpoint:
@@ -75,6 +75,23 @@ class Checkpoint:
         return done, tensors
 
 
+def discard(folder: Path) -> None:
+    """Deletes a checkpoint's files, also unfinished ones, and the folder if it holds no others.
+
+    Raises:
+        KVQuantError: a file cannot be deleted.
+    """
+    try:
+        for path in (*folder.glob("*.safetensors"), *folder.glob("tmp*.tmp")):
+            path.unlink()
+        if folder.is_dir() and not any(folder.iterdir()):
+            folder.rmdir()
+    except OSError as error:
+        raise KVQuantError(
+            f"cannot delete the checkpoint {folder}: {first_line(error)}. Delete it, or choose another --output."
+        ) from error
+
+
 def write_tensors(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
     """Writes a safetensors file, whole or not at all; creates its folder if needed."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -96,12 +113,13 @@ def read_tensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
 def fingerprint(model: torch.nn.Module, contexts: torch.Tensor, settings: CalibrationSettings) -> dict[str, str]:
     """Returns what determines a calibration's results: digests of model and drawn tokens, settings and ``VERSION``.
 
-    Only the first 64 elements of each parameter are read. They distinguish two models at no cost.
+    Only the first 64 elements of each parameter and buffer are read. They distinguish two models at no cost. A config
+    with another RoPE gives other buffers, or another number of positions.
     """
-    weights = hashlib.sha256(str(next(model.parameters()).dtype).encode())
-    for name, parameter in model.named_parameters():
-        sample = parameter.detach().flatten()[:64].float().cpu()
-        weights.update(f"{name}{tuple(parameter.shape)}".encode() + sample.numpy().tobytes())
+    weights = hashlib.sha256(f"{next(model.parameters()).dtype}{positions_of(model.config)}".encode())
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        sample = tensor.detach().flatten()[:64].float().cpu()
+        weights.update(f"{name}{tuple(tensor.shape)}".encode() + sample.numpy().tobytes())
     text = hashlib.sha256(contexts.cpu().numpy().tobytes())
     return {
         "model": weights.hexdigest(),

@@ -9,7 +9,7 @@ import torch
 
 from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.rotations.base import Rotations
-from sglang_kvq.rotations.calibration.settings import CalibrationSettings
+from sglang_kvq.rotations.calibration.settings import CalibrationSettings, check_finite
 from sglang_kvq.rotations.maths.fake_quant import RotatedContext, round_trip
 
 
@@ -29,11 +29,16 @@ class ClipErrors:
         s = self.settings
         context = RotatedContext.of(self._whole, layer, q, k, v, scale, sink=s.sink, recent=s.recent)
         errors, size = clip_errors(context, grid=s.clip_grid, starts=self.starts)
-        self.state["errors"][layer] += errors / size
+        self.state["errors"][layer] += errors / size.clamp(min=torch.finfo(size.dtype).tiny)  # an output may be 0
 
     def chosen(self, contexts: int) -> Rotations:
-        """Returns the rotations with the best clip ratios in their meta."""
+        """Returns the rotations with the best clip ratios in their meta.
+
+        Raises:
+            KVQuantError: an error is not finite.
+        """
         grid, errors = self.settings.clip_grid, self.state["errors"]
+        check_finite(errors.flatten(1), "the error of its attention output")
         best = choose_clips(errors, per_layer=self.settings.clips == "per-layer")
         at_best = (errors / contexts).gather(-1, best[..., None])[..., 0]
         clip_k, clip_v = (tuple(grid[i] for i in best[:, part].tolist()) for part in (0, 1))

@@ -46,13 +46,39 @@ def auto_class(path: str, hf_config: Any, trust_remote_code: bool) -> str:
     )
 
 
-def why_not(path: str, hf_config: Any, trust_remote_code: bool) -> str | None:
-    """Returns why ``kvq calibrate`` would refuse a model, or None. The arguments are those of ``auto_class``."""
+def why_not(path: str, hf_config: Any, trust_remote_code: bool, *, transform: bool = False) -> str | None:
+    """Returns why ``kvq calibrate`` would refuse a model, or None; it may need ``--engine sglang`` (``has_windows``).
+
+    The arguments are those of ``auto_class``; ``transform`` asks for ``--composition transform``.
+    """
     try:
-        auto_class(path, hf_config, trust_remote_code)
+        if not has_windows(hf_config):
+            auto_class(path, hf_config, trust_remote_code)
+        elif transform:
+            raise KVQuantError(
+                f"{path}: {_WINDOWS}, and SGLang gives no gradients for --composition transform. Use --kv-quant oscar."
+            )
     except KVQuantError as error:
         return str(error)
     return None
+
+
+_WINDOWS = "some layers have sliding windows, which calibration in transformers does not cover"
+
+
+def has_windows(hf_config: Any) -> bool:
+    """Returns True if layers with windows lie between those of full attention; only SGLang runs such calibrations."""
+    text = hf_config.get_text_config() if hasattr(hf_config, "get_text_config") else hf_config
+    return not {"sliding_attention", "chunked_attention"}.isdisjoint(getattr(text, "layer_types", None) or ())
+
+
+def check_windows(path: str, hf_config: Any) -> None:
+    """Refuses to run a model that ``has_windows`` in transformers."""
+    if has_windows(hf_config):
+        raise KVQuantError(
+            f"{path}: {_WINDOWS}. Calibrate with `kvq calibrate --engine sglang`, or use --kv-quant int4 or hadamard, "
+            "which need no rotations."
+        )
 
 
 def needs_code(path: str) -> KVQuantError:

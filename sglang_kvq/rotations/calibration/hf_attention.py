@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from sglang_kvq.errors import KVQuantError
-from sglang_kvq.rotations.identity import cached_layers, unapplied_window
+from sglang_kvq.rotations.identity import cached_layers, geometry_of, unapplied_window
 from sglang_kvq.rotations.maths.fake_quant import causal_attention
 
 logger = logging.getLogger(__name__)
@@ -23,6 +23,13 @@ logger = logging.getLogger(__name__)
 AttentionHook = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, float], "torch.Tensor | None"]
 
 _NAME = "kvq_capture"
+
+#: Options by which transformers' models ask for other attention than plain softmax.
+_OTHER_SOFTMAX = {"softcap": "a soft cap on scores", "s_aux": "learned sinks"}
+_FIX = (
+    "such models cannot be calibrated in transformers. Use --kv-quant int4 or hadamard, which need no rotations; `kvq "
+    "doctor --model` says if they serve it."
+)
 
 
 @contextmanager
@@ -37,6 +44,7 @@ def attention_hook(model: Any, hook: AttentionHook, *, batched: bool = False) ->
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     layers, seen = cached_layers(model.config), dict[int, torch.nn.Module]()
+    _, kv_heads, head_dim = geometry_of(model.config)
     if (window := unapplied_window(model.config)) is not None:
         _say_once(window)
 
@@ -50,21 +58,19 @@ def attention_hook(model: Any, hook: AttentionHook, *, batched: bool = False) ->
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
         # SGLang applies no window to the layers that the cache holds; other layers are refused below.
-        for option in ("softcap", "s_aux"):
+        for option, what in _OTHER_SOFTMAX.items():
             if kwargs.get(option) is not None:
-                raise KVQuantError(
-                    f"layer {module.layer_idx} uses {option}={kwargs[option]}: --kv-quant serves plain causal "
-                    "attention only."
-                )
+                raise KVQuantError(f"layer {module.layer_idx} has {what} ({option}): {_FIX}")
         q, k, v = (query, key, value) if batched else (query[0], key[0], value[0])
-        if k.shape[-1] != v.shape[-1]:
+        if (k.shape[-1], v.shape[-1], k.shape[-3]) != (head_dim, head_dim, kv_heads):
             raise KVQuantError(
-                f"keys have head_dim {k.shape[-1]}, values {v.shape[-1]}: such models are not supported."
+                f"layer {module.layer_idx} has {k.shape[-3]} KV heads with keys of {k.shape[-1]} elements and values "
+                f"of {v.shape[-1]}, by the model's config {kv_heads} of {head_dim} (MLA, for example): {_FIX}"
             )
         if module.layer_idx not in layers:
+            known = f"only layers {', '.join(map(str, layers))} have" if layers else "no layer has"
             raise KVQuantError(
-                f"layer {module.layer_idx} attends, but by the model's config only layers "
-                f"{', '.join(map(str, layers))} have full attention: such models are not supported."
+                f"layer {module.layer_idx} attends, but by the model's config {known} full attention: {_FIX}"
             )
         layer = layers.index(module.layer_idx)
         seen[layer] = module

@@ -12,7 +12,7 @@ import torch
 
 from sglang_kvq.cpus import CGROUPS, usable_cpus
 from sglang_kvq.errors import KVQuantError, first_line
-from sglang_kvq.rotations.calibration.eligible import auto_class, needs_code
+from sglang_kvq.rotations.calibration.eligible import auto_class, check_windows, needs_code
 from sglang_kvq.rotations.calibration.model_files import cached_folder, check_codes, check_files, find_model
 
 #: Maximum number of weights that a message names.
@@ -29,13 +29,15 @@ def load_model(
         dtype: "auto", "bfloat16", "float32", or "" for the model's own on a GPU and float32 on a CPU.
 
     Raises:
-        KVQuantError: transformers is missing; the model is not found, is damaged, or is of a kind that transformers
-            does not know; the weights are not those that the model needs; there is not enough memory.
+        KVQuantError: transformers is missing; the model is not found, is damaged, has sliding windows in some layers,
+            or is of a kind that transformers does not know; the weights are not those that the model needs; there is
+            not enough memory.
     """
     limit_threads()
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     source = _source(path, revision, trust_remote_code)
     config, tokenizer = _config(path, source)
+    check_windows(path, config)
     import transformers
 
     loader = getattr(transformers, auto_class(path, config, trust_remote_code))

@@ -111,7 +111,10 @@ def _shards(folder: Path) -> list[Path]:
     index = folder / _INDEX
     if not _exists(index):
         return []
-    shards = [folder / name for name in sorted(set(_check_json(index).get("weight_map", {}).values()))]
+    names = _check_json(index).get("weight_map", {})
+    if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
+        raise KVQuantError(f"{index}: its weight_map does not name a file for each weight. Fetch it again.")
+    shards = [folder / name for name in sorted(set(names.values()))]
     for path in shards:
         if not _exists(path):
             raise KVQuantError(f"{path}: {_INDEX} names this file, and it is missing. Fetch it.")

@@ -15,6 +15,7 @@ import torch
 
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.rotations.calibration.hf_attention import attention_hook, positions
+from sglang_kvq.rotations.identity import cached_layers
 
 #: Largest accepted relative error of predicted keys. At another position, a BF16 model rounds differently, which adds
 #: up to some 2% in the last layer. A wrong turn is off by about 1.
@@ -24,9 +25,12 @@ TURN_TOLERANCE = 0.2
 #: positions later.
 Turn = Callable[[int], torch.Tensor]
 
+#: Types of models of which layers with full attention use no RoPE if others have a sliding window.
+_ROPE_IN_WINDOWS = ("afmoe", "cohere2", "exaone4", "exaone_moe")
+
 
 def turn_of(hf_config: Any, head_dim: int) -> Turn:
-    """Returns T of a transformers model, computed with the model's own rotary embedding.
+    """Returns T of a transformers model's layers of full attention, computed with the model's own rotary embedding.
 
     RoPE may have any layout and scaling, and cover only a part of head_dim.
 
@@ -49,6 +53,8 @@ def turn_of(hf_config: Any, head_dim: int) -> Turn:
     def turn(distance: int) -> torch.Tensor:
         cos, sin = _cos_and_sin(embedding, torch.tensor([[0, distance]]))
         n = cos.shape[-1]  # less than head_dim if RoPE covers only a part of it
+        if hf_config.model_type == "gpt_oss":  # one cosine for a pair
+            n *= 2
         basis = torch.eye(n, dtype=torch.float64)[None, None]
         (begin, _), (end, _) = (apply(basis, basis, cos[:, [i]], sin[:, [i]]) for i in (0, 1))
         whole = torch.eye(head_dim, dtype=torch.float64)
@@ -81,7 +87,8 @@ def _apply_by_sections(module: ModuleType | None) -> Callable[..., Any] | None:
 def _cos_and_sin(embedding: Any, at: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns cosines and sines, float64 ``[1, n, D]``, of positions int64 ``[1, n]``."""
     try:
-        found = embedding(torch.zeros(1), at)
+        several = hasattr(embedding, "layer_types")  # one RoPE for each type of layers (Gemma 3)
+        found = embedding(torch.zeros(1), at, *["full_attention"] * several)
     except (IndexError, RuntimeError):  # it takes positions for time, height and width
         found = embedding(torch.zeros(1), at.expand(3, *at.shape))
     cos, sin = (x.double() for x in found)
@@ -98,9 +105,12 @@ def mean_over_positions(moment: torch.Tensor, turn: Turn, positions: Sequence[in
 
 
 def roped_layers(hf_config: Any, layers: int) -> torch.Tensor:
-    """Returns the layers that use RoPE, bool ``[layers]``: some models leave it out in every few layers."""
-    given = getattr(hf_config.get_text_config(), "no_rope_layers", None)  # 1 where RoPE is used, despite its name
-    return torch.tensor([bool(x) for x in given] if given else [True] * layers)
+    """Returns which ``cached_layers`` use RoPE, bool ``[layers]``: some models leave it out in every few layers."""
+    text = hf_config.get_text_config()
+    if text.model_type in _ROPE_IN_WINDOWS and "sliding_attention" in (getattr(text, "layer_types", None) or ()):
+        return torch.zeros(layers, dtype=torch.bool)
+    given = getattr(text, "no_rope_layers", None)  # 1 where RoPE is used, despite its name
+    return torch.tensor([bool(given[i]) for i in cached_layers(text)] if given else [True] * layers)
 
 
 @torch.inference_mode()

@@ -37,6 +37,7 @@ from sglang_kvq.rotations.calibration.sensitivity import (
 from sglang_kvq.rotations.calibration.settings import (
     CalibrationSettings,
     check_head_dim,
+    check_length,
     draw_contexts,
     first_positions,
 )
@@ -83,11 +84,13 @@ def calibrate(
         rotations on the CPU; the caller adds the names of corpus and model.
 
     Raises:
-        KVQuantError: corpus too short; activations not finite; layers without plain attention, or for transform coding
-            without a plain output projection; head_dim not supported; a checkpoint of another run.
+        KVQuantError: corpus too short; contexts longer than the model's positions; activations not finite; layers
+            without plain attention, or for transform coding without a plain output projection; head_dim not supported;
+            a checkpoint of another run.
     """
     head_dim = geometry_of(model.config).head_dim
     check_head_dim(head_dim)
+    check_length("--context", settings.context, model.config)
     contexts = draw_contexts(ids, settings)
     progress("looking at the model", 0, 1)
     run = _Run(model, contexts, settings, progress, checkpoint(model, contexts, settings) if checkpoint else None)

@@ -20,6 +20,7 @@ from sglang_kvq.attention.base import LayerRotations
 from sglang_kvq.errors import KVQuantError, first_line
 from sglang_kvq.rotations.base import Rotations
 from sglang_kvq.rotations.calibration.hf_attention import attention_hook, positions
+from sglang_kvq.rotations.calibration.settings import check_finite
 from sglang_kvq.rotations.maths.fake_quant import RotatedContext, causal_attention, round_trip
 
 #: The quantized part, "k" or "v", and its bits per element, or in the quantizer's own unit.
@@ -110,7 +111,8 @@ def fisher_sums(
         float64 ``[layers, len(quantizer.variants)]`` on the CPU.
 
     Raises:
-        KVQuantError: the model gives no gradients here, or there is not enough memory for them.
+        KVQuantError: probabilities are not numbers; the model gives no gradients here, or there is not enough memory
+            for them.
     """
     held: dict[int, torch.Tensor] = {}
     deltas: dict[int, list[torch.Tensor]] = {}
@@ -127,6 +129,11 @@ def fisher_sums(
         out = model(ids[None], position_ids=positions(ids, position), use_cache=False, logits_to_keep=len(ids) - first)
         logits = out.logits[0, first - len(ids) :].float()  # some models keep all
         logp = logits.log_softmax(-1)
+    if logp.isnan().any():
+        raise KVQuantError(
+            "the model's next-token probabilities hold NaN: it overflows in its dtype. Pass --dtype float32, and check "
+            "the model's weights; or --no-sensitivity to do without."
+        )
     order = range(layers)
     sums = torch.zeros(layers, len(quantizer.variants), dtype=torch.float64)
     generator = torch.Generator(logp.device).manual_seed(seed)
@@ -148,7 +155,12 @@ def fisher_sums(
 
 
 def sensitivity_table(values: torch.Tensor, variants: Sequence[Variant]) -> dict[str, dict[str, list[float]]]:
-    """Converts values ``[layers, len(variants)]`` to ``RotationMeta.sensitivity``."""
+    """Converts values ``[layers, len(variants)]`` to ``RotationMeta.sensitivity``.
+
+    Raises:
+        KVQuantError: a value is not finite.
+    """
+    check_finite(values, "its sensitivity", ", or --no-sensitivity to do without")
     table: dict[str, dict[str, list[float]]] = {"k": {}, "v": {}}
     for j, (part, bits) in enumerate(variants):
         table[part][str(bits)] = [float(f"{x:.4g}") for x in values[:, j].tolist()]

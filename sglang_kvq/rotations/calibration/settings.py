@@ -125,12 +125,17 @@ def draw_contexts(ids: torch.Tensor, settings: CalibrationSettings) -> torch.Ten
             f"lower --tokens (to at least {settings.context}, one --context)."
         )
     if settings.seed == 0:
-        starts = torch.linspace(0, ids.numel() - settings.context, count).long()
+        starts = evenly(ids.numel() - settings.context, count)
     else:  # sorted gaps divide the slack, so contexts do not overlap
         generator = torch.Generator().manual_seed(settings.seed)
         gaps = torch.randint(slack + 1, (count,), generator=generator).sort().values
-        starts = gaps + torch.arange(count) * settings.context
-    return torch.stack([ids[start : start + settings.context] for start in starts.tolist()])
+        starts = (gaps + torch.arange(count) * settings.context).tolist()
+    return torch.stack([ids[start : start + settings.context] for start in starts])
+
+
+def evenly(last: int, count: int) -> list[int]:
+    """Returns ``count`` numbers spread evenly from 0 to ``last``; a float32 would round those above 2^24."""
+    return [i * last // max(count - 1, 1) for i in range(count)]
 
 
 def first_positions(settings: CalibrationSettings, count: int, hf_config: Any) -> list[int]:
@@ -153,6 +158,29 @@ def positions_of(hf_config: Any) -> int:
     if rope.get("rope_type") in ("longrope", "dynamic"):
         known = min(known, rope.get("original_max_position_embeddings") or known)
     return min(known, MOST_POSITIONS)
+
+
+def check_length(flag: str, length: int, hf_config: Any) -> None:
+    """Refuses contexts that are longer than a model's table of position embeddings. RoPE has no such table."""
+    text = hf_config.get_text_config()
+    most = getattr(text, "max_position_embeddings", None)
+    rope = any(getattr(text, name, None) for name in ("rope_parameters", "rope_scaling", "rope_theta"))
+    if most and not rope and length > most:
+        raise KVQuantError(f"{flag} {length}: this model has {most} positions. Pass at most {most}.")
+
+
+def check_finite(measured: torch.Tensor, what: str, otherwise: str = "") -> None:
+    """Refuses measurements ``[layers, n]`` that are not finite; ``otherwise`` ends the message with another fix.
+
+    Raises:
+        KVQuantError: the message names the first layer.
+    """
+    wrong = (~torch.isfinite(measured)).any(-1)
+    if wrong.any():
+        raise KVQuantError(
+            f"layer {int(wrong.nonzero()[0])}: {what} is not finite; the model overflows in its dtype. Pass --dtype "
+            f"float32{otherwise}."
+        )
 
 
 def check_head_dim(head_dim: int) -> None:

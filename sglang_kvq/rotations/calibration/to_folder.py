@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,12 +12,13 @@ import torch
 
 from sglang_kvq.errors import KVQuantError, first_line
 from sglang_kvq.rotations.base import Rotations
-from sglang_kvq.rotations.calibration.checkpoint import Checkpoint, fingerprint
+from sglang_kvq.rotations.calibration.checkpoint import Checkpoint, discard, fingerprint
 from sglang_kvq.rotations.calibration.hf_model import embedding_rows, load_config, load_model, tokenize
 from sglang_kvq.rotations.calibration.run import Progress, calibrate, silent
 from sglang_kvq.rotations.calibration.settings import CalibrationSettings, read_corpus
 from sglang_kvq.rotations.storage.files import check_output, save_rotations
 from sglang_kvq.rotations.storage.registry import cached_id, name_of
+from sglang_kvq.rotations.storage.schema import ONE_LINE
 
 
 class Calibrated(NamedTuple):
@@ -61,11 +62,14 @@ def calibrate_to_folder(
         KVQuantError: the model or text cannot be loaded, the output exists, or an error of ``calibrate`` or ``check``.
     """
     check_output(output, overwrite=overwrite)  # before the hour of work, not after
+    base_model = base_model or _recorded_name(model_path)
+    if not re.fullmatch(ONE_LINE, base_model):
+        raise KVQuantError(f"--base-model {base_model!r}: must be one line without control characters. Give another.")
     progress("reading the text", 0, 1)
     corpus, name = read_corpus(texts, text_share)
     kept = partial_folder(output)
     if restart:
-        shutil.rmtree(kept, ignore_errors=True)
+        discard(kept)
     progress("loading the model", 0, 1)
     if engine is None:
         model, tokenizer = load_model(
@@ -95,7 +99,7 @@ def calibrate_to_folder(
         rotations = engine(model_path, config, ids, settings, progress)
     meta = replace(
         rotations.meta,
-        base_model=base_model or _recorded_name(model_path),
+        base_model=base_model,
         revision=revision or getattr(config, "_commit_hash", None),
         corpus=name,
     )
@@ -105,7 +109,7 @@ def calibrate_to_folder(
         save_rotations(rotations, output, kv_heads=meta.model["num_key_value_heads"], overwrite=overwrite)
     except KVQuantError as error:
         raise KVQuantError(f"{error}{_continues(kept)}") from error
-    shutil.rmtree(kept, ignore_errors=True)
+    discard(kept)
     return Calibrated(rotations, model, ids)
 
 

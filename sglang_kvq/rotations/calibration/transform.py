@@ -163,18 +163,11 @@ def with_importance(rotations: Rotations, nats: torch.Tensor) -> Rotations:
     Raises:
         KVQuantError: a cost is not finite.
     """
-    if not torch.isfinite(nats).all():
-        layer = int((~torch.isfinite(nats)).any(-1).nonzero()[0, 0])
-        raise KVQuantError(
-            f"layer {layer}: its sensitivity is not finite; the model overflows in its dtype. Pass --dtype float32, or "
-            "--no-sensitivity to do without."
-        )
-    importance = {}
+    table, importance = sensitivity_table(nats, PlaneQuantizer.variants), {}
     for part, (energies, _) in zip("kv", coding_parts(rotations)):
         foreseen = torch.stack([coded_error(energies, torch.tensor(widths)) for widths in MEASURED.values()], dim=1)
         columns = [PlaneQuantizer.variants.index((part, bits)) for bits in MEASURED]
         importance[part] = _rounded(importance_of(nats[:, columns], foreseen), digits=6)
-    table = sensitivity_table(nats, PlaneQuantizer.variants)
     return replace(
         rotations, meta=replace(rotations.meta, sensitivity=table, sensitivity_unit=UNIT, importance=importance)
     )

@@ -2,7 +2,8 @@
 
 ``rank{r}.stage{first layer}.safetensors`` has the sums of ``MomentSums`` for the worker's KV heads. Its metadata are
 ``contexts``, the number of contexts, and ``place``, the ``Worker``. ``rank{r}.layer{l}.sample.safetensors`` has BF16 q,
-k, v ``[heads, T, D]`` of the last context. Every file appears whole or not at all. This module does not import sglang.
+k, v ``[heads, T, D]`` of the last context. Its metadata are ``scale``, the layer's factor on scores. Every file appears
+whole or not at all. This module does not import sglang.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
 
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.rotations.calibration.checkpoint import read_tensors, write_tensors
@@ -40,10 +40,12 @@ def write_sums(folder: Path, sums: MomentSums, contexts: int, worker: Worker) ->
     write_tensors(folder / f"rank{worker.rank}.stage{worker.first_layer}.safetensors", sums.state, metadata)
 
 
-def write_sample(folder: Path, rank: int, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    """Writes one context's activations of one layer, each ``[heads, T, D]``."""
+def write_sample(
+    folder: Path, rank: int, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+) -> None:
+    """Writes one context's activations of one layer, each ``[heads, T, D]``, and the layer's factor on scores."""
     tensors = {name: x.to(torch.bfloat16) for name, x in (("q", q), ("k", k), ("v", v))}
-    write_tensors(folder / f"rank{rank}.layer{layer}.sample.safetensors", tensors, {})
+    write_tensors(folder / f"rank{rank}.layer{layer}.sample.safetensors", tensors, {"scale": repr(scale)})
 
 
 def read_sums(folder: Path, contexts: int, skip: int) -> MomentSums:
@@ -81,13 +83,13 @@ def read_sums(folder: Path, contexts: int, skip: int) -> MomentSums:
 
 def read_samples(
     folder: Path, layers: int, kv_heads: int
-) -> Iterator[tuple[int, torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Yields each layer's number, and its q ``[q_heads, T, D]``, k, v ``[kv_heads, T, D]`` of the last context."""
+) -> Iterator[tuple[int, torch.Tensor, torch.Tensor, torch.Tensor, float]]:
+    """Yields an ``AttentionHook``'s arguments for each layer, of the last context."""
     for layer in range(layers):
         paths = list(folder.glob(f"rank*.layer{layer}.sample.safetensors"))
         if not paths:
             raise KVQuantError(f"{folder}: no activations of layer {layer}; --kv-quant needs attention in every layer.")
-        parts = [load_file(p) for p in sorted(paths, key=lambda p: int(p.name.split(".")[0][4:]))]
-        q, k, v = (torch.cat([part[name] for part in parts]) for name in "qkv")
+        parts = [read_tensors(p) for p in sorted(paths, key=lambda p: int(p.name.split(".")[0][4:]))]
+        q, k, v = (torch.cat([tensors[name] for tensors, _ in parts]) for name in "qkv")
         copies = k.shape[0] // kv_heads
-        yield layer, q, k[::copies], v[::copies]
+        yield layer, q, k[::copies], v[::copies], float(parts[0][1]["scale"])

@@ -23,7 +23,7 @@ from pydantic import Field, FiniteFloat, TypeAdapter, ValidationError
 
 from sglang_kvq.config import KVQuantConfig
 from sglang_kvq.constants import PAGE_SIZE
-from sglang_kvq.errors import KVQuantError
+from sglang_kvq.errors import KVQuantError, first_line
 from sglang_kvq.rotations.base import Rotations
 from sglang_kvq.rotations.calibration.run import Progress, silent
 from sglang_kvq.rotations.calibration.settings import CalibrationSettings, draw_contexts
@@ -135,10 +135,20 @@ def measure_held_out(
     """Measures budgets on the part of a corpus, int64 ``[tokens]``, that calibration did not draw.
 
     It adds the measurements to ``folder``, which holds the rotations.
+
+    Raises:
+        KVQuantError: an error of ``held_out_starts``, ``measure_budgets`` or ``store``; not enough GPU memory.
     """
     starts = held_out_starts(len(ids), settings, held_out)
     contexts = [ids[start : start + held_out.length] for start in starts]
-    found = measure_budgets(model, contexts, rotations, held_out, progress=progress)
+    try:
+        found = measure_budgets(model, contexts, rotations, held_out, progress=progress)
+    except torch.OutOfMemoryError as error:
+        raise KVQuantError(
+            f"--held-out-length {held_out.length}: not enough GPU memory for contexts of that length "
+            f"({first_line(error)}). The rotations in {folder} are complete: serve them with a budget that you choose, "
+            f"or measure shorter contexts with `python -m {__package__}.recommend`."
+        ) from error
     store(found, folder)
     return found
 

@@ -9,13 +9,13 @@ from pathlib import Path
 import torch
 
 from sglang_kvq.constants import PAGE_SIZE
-from sglang_kvq.errors import KVQuantError
+from sglang_kvq.errors import KVQuantError, first_line
 from sglang_kvq.rotations.base import Rotations, check_rotations
 from sglang_kvq.rotations.calibration.clips import query_blocks
 from sglang_kvq.rotations.calibration.hf_attention import attention_hook, positions
 from sglang_kvq.rotations.calibration.hf_model import embedding_rows, load_model, tokenize
 from sglang_kvq.rotations.calibration.run import Progress, silent
-from sglang_kvq.rotations.calibration.settings import read_corpus
+from sglang_kvq.rotations.calibration.settings import check_length, evenly, read_corpus
 from sglang_kvq.rotations.identity import geometry_of
 from sglang_kvq.rotations.inspection.candidates import Candidate, candidates_of
 from sglang_kvq.rotations.maths.fake_quant import RotatedContext, page_round_trip
@@ -61,6 +61,7 @@ def measure(
     model, tokenizer = load_model(model_path, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
     layers, kv_heads, head_dim = geometry_of(model.config)
     check_rotations(rotations, layers=layers, kv_heads=kv_heads, head_dim=head_dim)
+    check_length("--length", length, model.config)
     ids = tokenize(tokenizer, corpus, embedding_rows(model))
     if len(ids) < contexts * length:
         raise KVQuantError(f"the text has {len(ids)} tokens, {contexts} contexts of {length} need {contexts * length}.")
@@ -76,12 +77,17 @@ def measure(
             errors[candidate.name][:, layer] += error
         sizes[layer] += size
 
-    starts = torch.linspace(0, len(ids) - length, contexts).long().tolist()
-    with torch.inference_mode(), attention_hook(model, hook):
-        for i, start in enumerate(starts):
-            progress("measuring", i, contexts)
-            context = ids[start : start + length].to(model.device)
-            model.base_model(context[None], position_ids=positions(context, 0), use_cache=False)
+    try:
+        with torch.inference_mode(), attention_hook(model, hook):
+            for i, start in enumerate(evenly(len(ids) - length, contexts)):
+                progress("measuring", i, contexts)
+                context = ids[start : start + length].to(model.device)
+                model.base_model(context[None], position_ids=positions(context, 0), use_cache=False)
+    except torch.OutOfMemoryError as error:
+        raise KVQuantError(
+            f"--length {length}: not enough GPU memory for contexts of that length ({first_line(error)}). Lower it, or "
+            "pass --device auto for all GPUs."
+        ) from error
     progress("measuring", contexts, contexts)
     return Measured({name: e / sizes for name, e in errors.items()}, contexts, length)
 

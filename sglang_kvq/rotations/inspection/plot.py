@@ -85,10 +85,12 @@ def _by_head(errors: Mapping[str, torch.Tensor], figure: Any, axis: Any, part: i
 
 
 def _sensitivities(table: Mapping[str, Mapping[str, Sequence[float]]], figure: Any, axis: Any, part: int) -> None:
-    for bits, values in table["kv"[part]].items():
+    widths = table.get("kv"[part], {})
+    for bits, values in widths.items():
         axis.semilogy(values, marker=".", label=f"{bits} bits")
     axis.set(xlabel="layer", ylabel="nats per token", title="sensitivity: the model's loss by this layer alone")
-    axis.legend()
+    if widths:
+        axis.legend()
 
 
 def _spectra(eigenvalues: tuple[torch.Tensor, torch.Tensor], of: str, figure: Any, axis: Any, part: int) -> None:

@@ -10,6 +10,7 @@ with the corpus of its calibration.
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from sglang_kvq.arguments import check_device, check_dtype
+from sglang_kvq.errors import KVQuantError
 from sglang_kvq.rotations.base import check_rotations
 from sglang_kvq.rotations.calibration.hf_model import embedding_rows, load_model, tokenize
 from sglang_kvq.rotations.calibration.settings import CalibrationSettings, read_corpus
@@ -109,18 +112,31 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=HeldOut.length, help="tokens per context")
     parser.add_argument("--device", default="")
     parser.add_argument("--dtype", default="")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run the code that comes with the model")
     args = parser.parse_args()
+    try:
+        _measure(args)
+    except KVQuantError as error:
+        sys.exit(f"error: {error}")
 
+
+def _measure(args: argparse.Namespace) -> None:
+    check_device(args.device)
+    check_dtype(args.dtype)
     rotations, _ = read_local(args.folder)
     meta = rotations.meta
     if not rotations.is_transform or meta.tokens is None:
-        parser.error(f"{args.folder}: not what `kvq calibrate --composition transform` wrote")
+        raise KVQuantError(
+            f"{args.folder}: not what `kvq calibrate --composition transform` writes. Give such a folder."
+        )
     settings = CalibrationSettings(
         tokens=meta.tokens, context=args.context, seed=meta.seed or 0, composition="transform"
     )
     held_out = HeldOut(args.contexts, args.length)
     corpus, _ = read_corpus(args.text, args.text_share)
-    model, tokenizer = load_model(args.model, device=args.device, dtype=args.dtype)
+    model, tokenizer = load_model(
+        args.model, device=args.device, dtype=args.dtype, trust_remote_code=args.trust_remote_code
+    )
     check_rotations(rotations, **geometry_of(model.config)._asdict())
     ids = tokenize(tokenizer, corpus, embedding_rows(model))
     found = measure_held_out(model, ids, rotations, args.folder, settings, held_out)

@@ -54,9 +54,10 @@ def to_json(rotations: Rotations, kv_heads: int | None, measured: Measured | Non
     spectra = {"k": rotations.k_eigenvalues, "v": rotations.v_eigenvalues}
     divergence, transform = stored(rotations), rotations.is_transform
     described = ("source", "sha256", "base_model", "revision", "objective", "clip_k", "clip_v", "corpus", "tokens")
-    values = ("seed", "importance", "errors", "sensitivity", "sensitivity_unit")
+    values = ("seed", "importance", "sensitivity", "sensitivity_unit")
     return {
         **{name: getattr(meta, name) for name in (*described, *values)},
+        "errors": meta.errors and {part: _finite(errors) for part, errors in meta.errors.items()},
         "geometry": {"layers": layers, "kv_heads": kv_heads, "head_dim": head_dim},
         "granularity": rotations.granularity,
         "coding_gain_db": coding_gains(rotations),

@@ -59,16 +59,19 @@ def stretch(energy: torch.Tensor) -> torch.Tensor:
 
     The first column has the most energy, e; the other columns have the mean energy m. The first is stretched by s, with
     s² = e / 4m. It then adds no more to a score's error than four other columns. Larger factors cost precision in BF16.
+    For keys that never change, m counts as 1e-6 e. So s is at most 500, and the inverse remains exact in float32.
     """
     values, vectors = torch.linalg.eigh(energy)
     stretched: torch.Tensor = vectors.flip(-1).clone()
-    others = values[..., :-1].mean(-1)
-    stretched[..., 0] *= (values[..., -1] / (4 * others)).clamp(min=1).sqrt()[..., None]
+    most = values[..., -1]
+    others = torch.maximum(values[..., :-1].mean(-1), 1e-6 * most).clamp(min=torch.finfo(values.dtype).tiny)
+    stretched[..., 0] *= (most / (4 * others)).clamp(min=1).sqrt()[..., None]
     return stretched
 
 
 def _floored(moment: torch.Tensor) -> torch.Tensor:
     mean: torch.Tensor = moment.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
+    mean = torch.where(mean > 0, mean, 1.0)  # a head may be unused: all of its queries, or keys, are 0
     floor: torch.Tensor = FLOOR * mean * torch.eye(moment.shape[-1], dtype=moment.dtype, device=moment.device)
     return moment + floor
 

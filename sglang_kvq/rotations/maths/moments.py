@@ -41,15 +41,16 @@ def context_moments(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, skip: int
     """Computes the moments of one context in one layer (OSCAR, arXiv 2605.17757), without the ``skip`` first tokens.
 
     The first tokens are never quantized, and their keys are outliers. The weight of a token's value is
-    w_t = k_tᵀ (QᵀQ/n) k_t, normalized to mean 1; it measures how much attention scores vary with the token. q is
-    ``[q_heads, T, D]`` after RoPE, k and v are ``[kv_heads, T, D]``.
+    w_t = k_tᵀ (QᵀQ/n) k_t, normalized to mean 1; it measures how much attention scores vary with the token. If a head's
+    scores are all 0, its tokens have equal weights. q is ``[q_heads, T, D]`` after RoPE, k and v are
+    ``[kv_heads, T, D]``.
     """
     q = group_queries(q[:, skip:], k.shape[0]).double()
     k, v = k[:, skip:].double(), v[:, skip:].double()
     qq = q.mT @ q / q.shape[1]
     w = ((k @ qq) * k).sum(-1, keepdim=True)
-    w = w / w.mean(1, keepdim=True)
     n = k.shape[1]
+    w = n * _shares(w.squeeze(-1), torch.ones(n, dtype=w.dtype, device=w.device))
     return Moments(qq, k.mT @ k / n, v.mT @ (w * v) / n, k.mean(1))
 
 

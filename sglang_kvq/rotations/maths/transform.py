@@ -95,8 +95,12 @@ def coding_basis(covariance: torch.Tensor, weight: torch.Tensor) -> Basis:
     root, inverse = _root(weight)
     values, u = torch.linalg.eigh(root @ covariance @ root)
     energies = values.flip(-1)
-    if (energies[..., 0] <= 0).any():
-        raise KVQuantError("a head whose keys or values never change has nothing to code. Use another method.")
+    if (still := energies[..., 0] <= 0).any():
+        where = ", ".join(f"{name} {at}" for name, at in zip(("layer", "head"), still.nonzero()[0].tolist()))
+        raise KVQuantError(
+            f"{where}: its keys or values, or what reads them, are always the same or 0, so there is nothing to code. "
+            "Use another --composition than transform."
+        )
     energies = torch.maximum(energies, energies[..., :1] * 1e-12)
     u = u.flip(-1)
     return Basis(root @ u, u.mT @ inverse, energies)

@@ -24,8 +24,9 @@ TRANSFORM_VERSION = 3
 VERSIONS = (1, 2, TRANSFORM_VERSION)
 
 _Size = Annotated[int, Field(ge=1, le=2**20)]
-#: Text on one line without control characters, because messages show it.
-_Line = Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f-\x9f\u2028\u2029]*$")]
+#: Pattern of text on one line without control characters, because messages show it.
+ONE_LINE = r"^[^\x00-\x1f\x7f-\x9f\u2028\u2029]*$"
+_Line = Annotated[str, Field(pattern=ONE_LINE)]
 
 
 class _Geometry(BaseModel):

@@ -99,12 +99,12 @@ def calibrate_on_engine(
         position = first_positions(settings, 3, hf_config)[1]  # first position of the second of three contexts
         turn = turn_of(hf_config, head_dim)(position) if position else torch.eye(head_dim)
         roped = roped_layers(hf_config, layers)
-        for layer, *sample in read_samples(folder, layers, kv_heads):
+        for layer, *sample, scale in read_samples(folder, layers, kv_heads):
             progress("clips", layer, layers)
             q, k, v = (x.to(device).float() for x in sample)
             if roped[layer]:
                 q, k = (x @ turn.to(x) for x in (q, k))
-            errors.add(layer, q, k, v, head_dim**-0.5)
+            errors.add(layer, q, k, v, scale)
         progress("clips", layers, layers)
     chosen = errors.chosen(1)
     return replace(chosen, meta=replace(chosen.meta, sensitivity=None))

@@ -68,14 +68,14 @@ class CaptureBackend(KVQuantBackend):
         at = 0
         for prefix, new in zip(self.batch.prefix_lens, self.batch.new_lens):
             if prefix == 0 and new == self.context:
-                self._capture(index, *(x[at : at + new].transpose(0, 1) for x in activations))
+                self._capture(index, layer.scaling, *(x[at : at + new].transpose(0, 1) for x in activations))
             at += new
         return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
 
-    def _capture(self, index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    def _capture(self, index: int, scale: float, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         layer = self.worker.first_layer + index
         self.sums.add(layer, q, k, v)
-        write_sample(self.folder, self.worker.rank, layer, q, k, v)
+        write_sample(self.folder, self.worker.rank, layer, q, k, v, float(scale))
         if index == self.worker.layers - 1:
             self.contexts += 1
             write_sums(self.folder, self.sums, self.contexts, self.worker)

@@ -22,7 +22,7 @@ from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.errors import KVQuantError, unknown
 from sglang_kvq.formats.record import RecordFormat
 from sglang_kvq.methods import METHOD_NAMES, RotationKind, get_method
-from sglang_kvq.rotations.calibration.eligible import needs_code, why_not
+from sglang_kvq.rotations.calibration.eligible import has_windows, needs_code, why_not
 from sglang_kvq.rotations.calibration.model_files import find_model, weight_files
 from sglang_kvq.rotations.identity import cached_layers, unapplied_window
 from sglang_kvq.rotations.resolve import locate_rotations, resolve_formats, resolve_rotations
@@ -296,12 +296,13 @@ def _formats(found: Diagnosis, request: Request, model: ModelConfig) -> tuple[Re
             found.rotations = locate_rotations(config, request.model, model.hf_config)
             found.rotations_inferred = is_inferred(found.rotations)
         except KVQuantError:
-            why = why_not(request.model, model.hf_config, request.trust_remote_code)
+            why = why_not(request.model, model.hf_config, request.trust_remote_code, transform=method.planes)
             if why is not None and config.rotations is None:
                 _refuse(found, None, f"--kv-quant {config.method} needs rotations, and there are none: {why}")
                 found.lift = "--method hadamard or int4, which need none"
                 return None
             options = " --composition transform" if method.planes else ""
+            options += " --engine sglang" if has_windows(model.hf_config) else ""
             options += " --trust-remote-code" if request.trust_remote_code else ""
             model_path = shlex.quote(request.model)
             found.calibrate = f"kvq calibrate {model_path}{options} --text FILE --output rotations"

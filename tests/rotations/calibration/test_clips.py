@@ -1,11 +1,15 @@
 """Clip ratios are chosen by measured error, layer by layer."""
 
+import pytest
 import torch
 
 from sglang_kvq.attention.base import LayerRotations
 from sglang_kvq.constants import PAGE_SIZE
-from sglang_kvq.rotations.calibration.clips import choose_clips, clip_errors, query_blocks
+from sglang_kvq.errors import KVQuantError
+from sglang_kvq.rotations.calibration.clips import ClipErrors, choose_clips, clip_errors, query_blocks
+from sglang_kvq.rotations.calibration.settings import CalibrationSettings
 from sglang_kvq.rotations.maths.fake_quant import RotatedContext
+from tests.rotations.helpers import random_rotations
 
 GRID = (0.80, 0.88, 0.96, 1.0)
 
@@ -33,6 +37,22 @@ def test_a_layer_departs_from_the_others_only_for_a_clear_gain():
     errors = torch.tensor([others] * 8 + [slight, clear], dtype=torch.float64)[:, None].expand(-1, 2, -1)
     assert choose_clips(errors, per_layer=True)[:, 0].tolist() == [1] * 9 + [2]
     assert choose_clips(1000 * errors, per_layer=True)[:, 0].tolist() == [1] * 9 + [2]
+
+
+def test_a_layer_without_output_or_with_nan_does_not_choose_the_ratios_of_others():
+    settings = CalibrationSettings(tokens=640, context=640, clip_grid=GRID)
+    found = {}
+    for case, values in (("plain", None), ("a layer without output", 0.0), ("a layer with NaN", float("nan"))):
+        generator = torch.Generator().manual_seed(0)
+        errors = ClipErrors(random_rotations(layers=2, heads=2), settings)
+        for layer in range(2):
+            q, k, v = (torch.randn(2, 640, 64, generator=generator) for _ in range(3))
+            errors.add(layer, q, k, v if layer == 0 or values is None else v * values, 0.125)
+        found[case] = errors
+    plain, zero = (found[case].chosen(1).meta for case in ("plain", "a layer without output"))
+    assert (zero.clip_k[0], zero.clip_v[0]) == (plain.clip_k[0], plain.clip_v[0]) and zero.errors["v"][1] == 0
+    with pytest.raises(KVQuantError, match="layer 1: the error of its attention output is not finite.*--dtype float32"):
+        found["a layer with NaN"].chosen(1)
 
 
 def test_queries_are_past_the_window_and_within_the_context():

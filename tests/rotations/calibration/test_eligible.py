@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from sglang_kvq.cli import app
 from sglang_kvq.rotations import load_rotations
-from sglang_kvq.rotations.calibration.eligible import auto_class, why_not
+from sglang_kvq.rotations.calibration.eligible import auto_class, has_windows, why_not
 from sglang_kvq.rotations.calibration.rope import check_turn, turn_of
 from tests.rotations.helpers import tiny_model_folder
 
@@ -126,6 +126,16 @@ def test_doctor_names_a_command_that_calibrate_takes(folder, tmp_path):
     status, shown = calibrate(model, text, tmp_path / "out", "--trust-remote-code")
     assert status == 1 and why in shown
     assert kvq("doctor", "--model", model, "--trust-remote-code", "--method", "hadamard")[0] == 0
+
+
+def test_windows_between_layers_of_full_attention_need_sglang(folder, tmp_path):
+    model, text = folder
+    change_config(model, layer_types=["sliding_attention", "full_attention"], sliding_window=64)
+    status, shown = calibrate(model, text, tmp_path / "out")
+    assert status == 1 and "sliding windows" in shown and "`kvq calibrate --engine sglang`" in shown
+    config = AutoConfig.from_pretrained(model)
+    assert has_windows(config) and why_not(str(model), config, False) is None
+    assert "--kv-quant oscar" in why_not(str(model), config, False, transform=True)
 
 
 def test_what_quantization_does_to_both(folder, tmp_path):

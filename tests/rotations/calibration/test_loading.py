@@ -155,6 +155,12 @@ def test_a_shard_that_is_missing(folder):
     refused(folder, "model-00001-of-00002.safetensors: .*index.json names this file, and it is missing")
 
 
+@pytest.mark.parametrize("names", [None, [], {"a": 1}, {"a": ["model.safetensors"]}], ids=str)
+def test_an_index_that_names_no_files(folder, names):
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    refused(folder, "index.json: its weight_map does not name a file")
+
+
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer_config.json"])
 def test_a_file_that_this_user_may_not_read(folder, monkeypatch, name):
     real = Path.open

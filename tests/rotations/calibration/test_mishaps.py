@@ -14,6 +14,7 @@ from sglang_kvq.cli import app
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.rotations import load_rotations, save_rotations
 from sglang_kvq.rotations.calibration import run, to_folder
+from sglang_kvq.rotations.inspection import budgets
 from sglang_kvq.rotations.inspection.budgets import BudgetDivergence, Measured
 from sglang_kvq.rotations.inspection.recommend import FEW_TOKENS, recommendation
 from tests.rotations.helpers import random_rotations, tiny_model_folder
@@ -135,6 +136,28 @@ def test_a_gpu_without_the_memory(model, tmp_path, monkeypatch):
 
     monkeypatch.setattr(to_folder, "calibrate", out_of_memory)
     refused(calibrate(model, tmp_path / "out"), "--context 512: not enough GPU memory .*Lower it")
+
+
+def test_a_gpu_without_the_memory_to_measure_budgets(model, tmp_path, monkeypatch):
+    def out_of_memory(*args, **kwargs):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore.")
+
+    monkeypatch.setattr(budgets, "divergences", out_of_memory)
+    words = ["--composition", "transform", "--held-out-contexts", "1", "--held-out-length", "512", "--no-sensitivity"]
+    refused(calibrate(model, tmp_path / "out", *words), "--held-out-length 512: not enough GPU memory .*are complete")
+    assert load_rotations(tmp_path / "out", layers=2, kv_heads=2, head_dim=64).is_transform
+
+
+def test_names_that_a_config_cannot_hold(model, tmp_path):
+    """A folder with such a name would be written, and refused when it is read."""
+    refused(calibrate(model, tmp_path / "out", "--base-model", "a\nb"), r"--base-model 'a\\nb': must be one line")
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_current_folder_has_a_name(model, tmp_path, monkeypatch):
+    monkeypatch.chdir(model[0])
+    assert calibrate((".", model[1]), tmp_path / "out", "--no-sensitivity").exit_code == 0
+    assert load_rotations(tmp_path / "out", layers=2, kv_heads=2, head_dim=64).meta.base_model == model[0].name
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 from sglang_kvq.cli import app
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.rotations.calibration import checkpoint as checkpoint_module
-from sglang_kvq.rotations.calibration.checkpoint import Checkpoint, fingerprint
+from sglang_kvq.rotations.calibration.checkpoint import Checkpoint, discard, fingerprint
 from sglang_kvq.rotations.calibration.run import calibrate
 from sglang_kvq.rotations.calibration.settings import CalibrationSettings
 from tests.rotations.helpers import tiny_llama, tiny_model_folder
@@ -59,17 +59,25 @@ def test_it_goes_on_where_it_stopped(ids, tmp_path, stop):
     assert seen.count("body") == turned + left + with_gradients  # finished work is not repeated
 
 
-@pytest.mark.parametrize("other", ["model", "text", "settings"])
+@pytest.mark.parametrize("other", ["model", "rope", "positions", "text", "settings"])
 def test_another_run_is_refused_and_told_apart(ids, tmp_path, other):
     folder, model, settings = tmp_path / "p", tiny_llama(), SETTINGS
     Checkpoint(folder, fingerprint(model, ids, settings)).save("moments", 1, {"x": torch.ones(1)}, last=True)
     if other == "model":
         model.model.layers[0].self_attn.k_proj.weight.data += 1
+    if other == "rope":
+        model = tiny_llama()
+        model.config.rope_parameters = {**model.config.rope_parameters, "rope_theta": 5e5}
+        model = type(model)(model.config)
+        model.load_state_dict(tiny_llama().state_dict())
+    if other == "positions":
+        model.config.max_position_embeddings *= 2
     if other == "text":
         ids = ids + 1
     if other == "settings":
         settings = CalibrationSettings(tokens=1024, context=512)
-    with pytest.raises(KVQuantError, match=f"{folder.name}: .*another {other} left.*--restart"):
+    named = {"rope": "model", "positions": "model"}.get(other, other)
+    with pytest.raises(KVQuantError, match=f"{folder.name}: .*another {named} left.*--restart"):
         Checkpoint(folder, fingerprint(model, ids, settings))
 
 
@@ -80,6 +88,18 @@ def test_a_damaged_checkpoint_is_refused(ids, tmp_path):
     path.write_bytes(path.read_bytes()[:20])
     with pytest.raises(KVQuantError, match="moments.safetensors: not the state.*--restart"):
         Checkpoint(tmp_path, run)
+
+
+def test_only_its_own_files_are_deleted(ids, tmp_path):
+    for kept in ([], ["notes.txt"]):
+        folder = tmp_path / f"p{len(kept)}"
+        Checkpoint(folder, fingerprint(tiny_llama(), ids, SETTINGS)).save("moments", 1, {}, last=True)
+        (folder / "tmpabc.tmp").touch()  # a write that was killed
+        for name in kept:
+            (folder / name).touch()
+        discard(folder)
+        assert folder.exists() == bool(kept) and [p.name for p in folder.glob("*")] == kept
+    discard(tmp_path / "none")
 
 
 def test_a_failed_write_keeps_the_one_before(ids, tmp_path, monkeypatch):

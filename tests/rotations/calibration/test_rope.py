@@ -5,8 +5,9 @@ import torch
 
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.rotations.calibration.hf_attention import attention_hook, positions
-from sglang_kvq.rotations.calibration.rope import check_turn, mean_over_positions, turn_of
+from sglang_kvq.rotations.calibration.rope import check_turn, mean_over_positions, roped_layers, turn_of
 from sglang_kvq.rotations.calibration.settings import CalibrationSettings, first_positions
+from sglang_kvq.rotations.maths.fake_quant import causal_attention
 from sglang_kvq.rotations.maths.moments import MomentSums
 
 
@@ -28,6 +29,43 @@ def test_turns_cover_models_of_other_layouts():
         torch.testing.assert_close(turn(100) @ turn(57), turn(157), rtol=0, atol=1e-4)
         torch.testing.assert_close(turn(157) @ turn(157).T, identity, rtol=0, atol=1e-5)
         assert ((turn(1) - identity).abs().sum(0) > 1e-9).sum() == turned
+
+
+def last_keys(model, ids, first, name="kvq_test"):
+    """Returns the last layer's keys; the first token is at position ``first``."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    held = []
+
+    def attend(module, q, k, v, *args, **kwargs):
+        held.append(k[0].double())
+        return causal_attention(q[0], k[0], v[0], 1.0)[None].transpose(1, 2).contiguous(), None
+
+    ALL_ATTENTION_FUNCTIONS.register(name, attend)
+    model.set_attn_implementation(name)
+    with torch.inference_mode():
+        model.base_model(ids[None], position_ids=positions(ids, first), use_cache=False)
+    return held[-1]
+
+
+@pytest.mark.parametrize("kind", ["gemma3_text", "gpt_oss", "olmo3", "smollm3", "cohere2", "exaone4", "afmoe"])
+def test_layers_of_full_attention_between_windows(kind):
+    """They may have a RoPE of their own, or none; only SGLang runs such models for calibration."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        kind, vocab_size=97, hidden_size=64, intermediate_size=64, num_hidden_layers=4, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=64, layer_types=["sliding_attention"] * 3 + ["full_attention"], pad_token_id=0,
+        num_local_experts=2, num_experts=2, num_experts_per_tok=1, moe_intermediate_size=32, num_dense_layers=4,
+        no_rope_layers=[1, 1, 1, 0] if kind == "smollm3" else None, sliding_window=256, max_position_embeddings=4096,
+    )  # fmt: skip
+    model, ids = AutoModelForCausalLM.from_config(config).eval(), torch.arange(20)
+    near, far = last_keys(model, ids, 0), last_keys(model, ids, 700)
+    (roped,) = roped_layers(config, 1)
+    assert bool(roped) == (kind in ("gemma3_text", "gpt_oss", "olmo3"))
+    assert (far - (near @ turn_of(config, 64)(700) if roped else near)).norm() < 1e-3 * far.norm()
+    assert ((far - near).norm() > 0.1 * far.norm()) == bool(roped)
 
 
 def test_a_model_without_the_usual_rope_is_refused():

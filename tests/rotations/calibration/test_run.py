@@ -95,6 +95,41 @@ def test_soft_capping_is_refused_and_the_model_restored(ids):
     )  # fmt: skip
     model = Gemma2ForCausalLM(config).eval()
     before = model.config._attn_implementation
-    with pytest.raises(KVQuantError, match="softcap=30"):
+    with pytest.raises(KVQuantError, match="layer 0 has a soft cap on scores .*--kv-quant int4"):
         calibrate(model, ids, CalibrationSettings(**SETTINGS))
     assert model.config._attn_implementation == before
+
+
+SMALL = dict(
+    vocab_size=97, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
+    num_key_value_heads=2, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "kind, fields, why",
+    [
+        ("gpt2", {"hidden_size": 128, "n_positions": 256}, "--context 512: this model has 256 positions"),
+        (
+            "glm4_moe_lite",
+            {
+                "q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 192, "qk_rope_head_dim": 64,
+                "v_head_dim": 256, "mlp_layer_types": ["dense"],
+            },
+            r"layer 0 has 2 KV heads with keys of 256 elements .* config 2 of 64 \(MLA",
+        ),
+        (
+            "gpt_oss",
+            {"head_dim": 64, "layer_types": ["full_attention"], "num_local_experts": 2, "num_experts_per_tok": 1},
+            "layer 0 has learned sinks .*--kv-quant int4",
+        ),
+    ],
+)  # fmt: skip
+def test_models_that_cannot_be_calibrated_are_told_in_one_line(kind, fields, why):
+    """GPT-2's table of positions is shorter than a context, GLM-4.7-Flash has MLA, gpt-oss has learned sinks."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**SMALL, **fields})).eval()
+    with pytest.raises(KVQuantError, match=why) as caught:
+        calibrate(model, torch.arange(1100) % 97, CalibrationSettings(**SETTINGS))
+    assert "\n" not in str(caught.value)

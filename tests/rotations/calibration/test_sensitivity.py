@@ -3,10 +3,11 @@
 import pytest
 import torch
 
+from sglang_kvq.errors import KVQuantError
 from sglang_kvq.rotations import find_rotations, load_rotations
 from sglang_kvq.rotations.calibration.hf_model import embedding_rows, load_model, tokenize
 from sglang_kvq.rotations.calibration.run import calibrate
-from sglang_kvq.rotations.calibration.sensitivity import VARIANTS, LayerQuantizer, fisher_sums
+from sglang_kvq.rotations.calibration.sensitivity import VARIANTS, LayerQuantizer, fisher_sums, sensitivity_table
 from sglang_kvq.rotations.calibration.settings import CalibrationSettings
 from tests.rotations.helpers import exact_sums, tiny_llama
 
@@ -51,6 +52,17 @@ def test_calibration_stores_a_table_and_leaves_gradients_as_they_were():
         assert all(0 < four < two for two, four in zip(widths["2"], widths["4"]))
     trainable = {name for name, p in model.named_parameters() if p.requires_grad}
     assert "model.embed_tokens.weight" not in trainable and "lm_head.weight" in trainable
+
+
+def test_a_model_that_overflows_is_told():
+    """NaN sensitivities would be written to a config.json that cannot be read."""
+    with pytest.raises(KVQuantError, match="layer 1: its sensitivity is not finite.*--no-sensitivity"):
+        sensitivity_table(torch.tensor([[1.0] * 4, [1.0, 2.0, float("nan"), 1.0]]), VARIANTS)
+    model = tiny_llama()
+    model.lm_head.weight.data[5] = float("inf")
+    settings = CalibrationSettings(tokens=512, context=512, clip_grid=(1.0,), clip_contexts=1, sensitivity_contexts=1)
+    with pytest.raises(KVQuantError, match="probabilities hold NaN.*--dtype float32"):
+        calibrate(model, torch.arange(600) % 97, settings)
 
 
 @pytest.mark.slow

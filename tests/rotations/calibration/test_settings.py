@@ -33,6 +33,15 @@ def test_other_seeds_draw_without_overlap(seed, tokens):
     assert (contexts[1:, 0] - contexts[:-1, 0] >= 512).all() and torch.equal(contexts, drawn(seed, tokens))
 
 
+@pytest.mark.parametrize("count", [2, 9765])
+def test_long_corpora_are_spread_exactly(count):
+    """A float32 holds no odd number above 2^24: contexts would overlap, and the last would end after the text."""
+    ids = torch.arange(20_000_003)
+    settings = CalibrationSettings(tokens=count * 2048, sensitivity_contexts=0)
+    starts = draw_contexts(ids, settings)[:, 0]
+    assert starts[0] == 0 and starts[-1] == len(ids) - 2048 and starts.diff().min() >= 2048
+
+
 def test_seeds_differ():
     assert len({tuple(drawn(seed)[:, 0].tolist()) for seed in range(5)}) == 5
 

@@ -181,3 +181,13 @@ def test_rotations_of_another_model(folder, tmp_path):
         inspect(tmp_path / "other", "--model", model, "--text", text, "--length", 512, "--device", "cpu")
     with pytest.raises(KVQuantError, match="the text has 1200 tokens, 4 contexts of 512 need 2048"):
         inspect(folder, "--model", model, "--text", text, "--length", 512, "--contexts", 4, "--device", "cpu")
+
+
+def test_measurements_of_keys_alone_or_that_are_no_numbers(tmp_path):
+    rotations = random_rotations()
+    meta = replace(rotations.meta, sensitivity={"k": {"2": [1.0, 2.0]}}, errors={"k": [float("nan"), 1.0]})
+    save_rotations(replace(rotations, meta=meta), tmp_path / "mine", kv_heads=2)
+    words = ["inspect", str(tmp_path / "mine"), "--json", "--plot", str(tmp_path / "p.png")]
+    shown = CliRunner().invoke(app, words, catch_exceptions=False)
+    found = json.loads(shown.stdout, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    assert found["errors"] == {"k": [None, 1.0]} and (tmp_path / "p.png").stat().st_size > 0

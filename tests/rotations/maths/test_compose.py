@@ -90,6 +90,25 @@ def test_what_the_zero_point_stores_is_stretched():
     assert error[1] < 0.8 * error[0], error
 
 
+@pytest.mark.parametrize("unused", ["queries", "keys", "both"])
+def test_a_head_without_queries_or_keys_gets_rotations(unused):
+    q, k = (moment(x) for x in outliers(torch.Generator().manual_seed(3)))
+    q, k = q * (unused == "keys"), k * (unused == "queries")
+    r_k, r_q, _ = compose_keys("balanced", q, k)
+    rotations = Rotations(r_k[None, None], torch.eye(64)[None, None], q=r_q[None, None])
+    check_rotations(rotations, layers=1, kv_heads=1, head_dim=64)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_keys_that_never_change_get_rotations(seed):
+    """All but one direction have no energy, or by rounding less than none."""
+    generator = torch.Generator().manual_seed(seed)
+    q, k = (torch.randn(n, 64, dtype=torch.float64, generator=generator) for n in (512, 1))
+    r_k, r_q, _ = compose_keys("balanced", moment(q), moment(10.0 ** (seed % 5 - 2) * k))
+    rotations = Rotations(r_k[None, None], torch.eye(64)[None, None], q=r_q[None, None])
+    check_rotations(rotations, layers=1, kv_heads=1, head_dim=64)
+
+
 def test_a_direction_that_keys_or_queries_lack_does_no_harm():
     q, k = outliers(torch.Generator().manual_seed(3))
     q[:, 0] = 0

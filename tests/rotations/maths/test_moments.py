@@ -51,6 +51,15 @@ def test_moments_are_means_over_tokens_after_the_sink(activations, shared):
         assert getattr(found, name).dtype == torch.float64
 
 
+@pytest.mark.parametrize("part", [0, 1])
+def test_values_of_a_head_whose_scores_are_all_0_count_equally(activations, part):
+    q, k, v = activations[0]
+    (q, k)[part][-(2 if part == 0 else 1) :] = 0  # the queries, or the keys, of the second KV head
+    found = sums_of([(q, k, v)]).mean(1, 1, shared=False)
+    rows = v[1, SKIP:].double()
+    torch.testing.assert_close(found.vv[0, 1], rows.mT @ rows / len(rows))
+
+
 def test_they_survive_a_checkpoint(activations):
     sums, again = sums_of(activations, layers=2), MomentSums(SKIP)
     again.state.update(sums.state)

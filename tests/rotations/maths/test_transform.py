@@ -210,7 +210,13 @@ def test_budgets_that_make_no_sense_are_named(budget):
 def test_moments_that_make_no_sense_are_named():
     with pytest.raises(KVQuantError, match="not finite"):
         coding_basis(moment() * math.nan, moment())
-    with pytest.raises(KVQuantError, match="never change"):
-        coding_basis(moment() * 0, moment())
     with pytest.raises(KVQuantError, match="finite cost"):
         choose_widths(*[torch.full((1, len(PATTERNS)), math.inf, dtype=torch.float64)] * 2, 1.0)
+
+
+@pytest.mark.parametrize("part", [0, 1])
+def test_a_head_with_nothing_to_code_is_named(part):
+    moments = [torch.eye(64, dtype=torch.float64).repeat(2, 2, 1, 1) for _ in range(2)]
+    moments[part][1, 0] = 0
+    with pytest.raises(KVQuantError, match="layer 1, head 0: .* nothing to code"):
+        coding_basis(*moments)

@@ -198,6 +198,14 @@ KNOWN_HERE = [
 ]
 
 
+@pytest.mark.skipif("gpt_oss" not in KNOWN_HERE, reason="this SGLang does not serve windows")
+def test_calibration_of_a_model_with_windows_runs_in_sglang(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(MODELS["gpt_oss"].config()))
+    assert "kvq calibrate" in (named := answer(str(tmp_path))["calibrate"]) and "--engine sglang" in named
+    refused = answer(str(tmp_path), "--method", "transform")
+    assert refused["answer"] == "refused" and refused["calibrate"] is None
+
+
 @pytest.mark.parametrize("name", KNOWN_HERE)
 def test_layers_of_full_attention_alone_are_counted(tmp_path, name):
     (tmp_path / "config.json").write_text(json.dumps(MODELS[name].config()))
