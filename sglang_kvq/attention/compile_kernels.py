@@ -117,7 +117,7 @@ def _verify(ops: TritonOps, layers: list[int], requests: int, count: int, sinks:
     """Verifies the drafts of padding requests; the first layer overlaps the plan differently than later ones."""
     q, k, v = _projected(ops, requests * count)
     rows = torch.zeros(requests, dtype=torch.int64, device=q.device)
-    drafts = DraftBatch(rows, rows + count, chain(count, q.device).expand(requests, -1))
+    drafts = DraftBatch(rows, rows + count, chain(count, q.device).repeat(requests, 1))
     ops.plan_drafts(drafts)
     for layer in layers:
         rotated = ops.rotate_and_store(layer, rows.repeat_interleave(count), q, k, v)

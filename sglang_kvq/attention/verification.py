@@ -87,6 +87,7 @@ class Verification:
         if sinks is not None:  # repeat each head's sink for each of its columns
             columns_of = (self.chunks, self.pool.kv_heads, self.of_chunk, self.group)
             sinks = sinks.view(1, self.pool.kv_heads, 1, self.group).expand(columns_of).flatten()
+            sinks = sinks.contiguous()  # with one head in all, ``flatten`` copies nothing
         merge_splits(out, partial, lse, plan.spans[:batch], sinks=sinks)
         return self.from_columns(out)
 

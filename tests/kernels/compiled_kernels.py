@@ -114,7 +114,7 @@ def decode(ops: TritonOps, requests: int, sinks: torch.Tensor | None) -> None:
 def verify(ops: TritonOps, requests: int, sinks: torch.Tensor | None) -> None:
     """Runs a step that verifies drafts."""
     rows = zeros(requests)
-    drafts = DraftBatch(rows, rows + DRAFTS, chain(DRAFTS).expand(requests, -1))
+    drafts = DraftBatch(rows, rows + DRAFTS, chain(DRAFTS).repeat(requests, 1))  # strided as in ``SeenBuffers``
     ops.plan_drafts(drafts)
     q, k, v = QKV[: requests * DRAFTS].split([Q_HEADS, KV_HEADS, KV_HEADS], 1)
     for layer in range(ops.pool.layers):

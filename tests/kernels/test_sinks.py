@@ -145,6 +145,16 @@ def test_drafts(heads, dtype, kind, tree):
     torch.testing.assert_close(wanted[::count], alone)
 
 
+def test_drafts_of_a_worker_with_one_head():
+    """Its only sink, repeated for every draft, must lie in memory once for each."""
+    heads, count = Heads(64, 64, 1, 1), 5
+    scene = scene_of(heads, count, [62, 200])
+    drafts, q = drafts_of(scene, count), scene.queries(2 * count)
+    sinks = torch.tensor([3.0, math.nan, math.nan, math.nan, math.nan], device=DEVICE)[:1]
+    got = verify(scene.ops()[0], 0, q, drafts, scene.scale, sinks)
+    assert_close("verify", got.double(), oracle.verify(scene.pool, 0, q, drafts, scene.scale, sinks), BOUND)
+
+
 def test_layers_with_sinks_and_without_share_a_step():
     scene = make_scene(HEADS[1], [700, 90])
     ops, _ = scene.ops()

@@ -1,9 +1,9 @@
 """Attention of a tile of query rows over the records of one request: the loops of ``extend_attention``.
 
 A program has tens of rows. So dequantizing a key or value once costs less than correcting every score for scale and
-offset, as ``decode_attention`` does. FP16 holds c s + z with three bits more than BF16. Its range suffices, because the
-stored scales are FP16 themselves. A logical instruction moves two codes from their bytes into mantissas of 1024. One
-FP16 instruction makes the codes numbers, another makes these keys or values:
+offset, as ``decode_attention`` does. FP16 holds c s + z with three bits more than BF16, up to 65504 in
+magnitude. A logical instruction moves two codes from their bytes into mantissas of 1024. One FP16 instruction makes the
+codes numbers, another makes these keys or values:
 
     c = (1024 + 4^plane c) 4^-plane - 1024 4^-plane          exact
     k = c s + z                                              rounded once
