@@ -292,7 +292,7 @@ def test_a_damaged_page_is_a_miss(controller, found, damage, caplog):
 
 
 def test_a_damaged_page_that_cannot_be_removed_is_a_miss_and_the_pages_before_it_are_not(controller, found, caplog):
-    """As on storage that is mounted read-only."""
+    """Storage may be mounted read-only."""
 
     def remove(key: str) -> None:
         raise PermissionError(errno.EROFS, "Read-only file system", key)
