@@ -179,8 +179,12 @@ class PendingOps:
         """Records that the tree's pages ``kept`` replaced a row's equal pages ``own`` int64 ``[n]``, one to one."""
         self._events[ticket] = MovedBF16Pages(own, kept)
 
+    def moves(self) -> list[MovedBF16Pages]:
+        """Returns the moves that are not applied yet. Their rows already name the pages ``kept``."""
+        return [event for event in self._events if isinstance(event, MovedBF16Pages)]
+
     def drain(self, device: torch.device) -> Iterator[Event]:
-        """Removes and yields all events, with tensors on ``device``, kept alive for its current stream."""
+        """Removes and yields the events before the next ``Fill``, on ``device`` and kept alive for its stream."""
         for event in self._take():
             yield _on(event, device)
 
@@ -202,7 +206,7 @@ class PendingOps:
         pages: list[torch.Tensor] = []
         rows: list[int] = []
         first = 0
-        for event in self._take(until_fill=True):
+        for event in self._take():
             if isinstance(event, FreedRows):
                 rows += event.rows
                 continue
@@ -227,7 +231,7 @@ class PendingOps:
     def take_fill(self, device: torch.device) -> Fill | None:
         """Removes and returns the first event, with tensors on ``device``, if it is a ``Fill``; otherwise None.
 
-        ``pack`` stops before such an event.
+        ``drain`` and ``pack`` stop before such an event.
         """
         first = self._events[0] if self._events else None
         if not isinstance(first, Fill):
@@ -235,12 +239,10 @@ class PendingOps:
         del self._events[0]
         return _on(first, device)
 
-    def _take(self, *, until_fill: bool = False) -> list[Event]:
-        """Removes and returns all events, or those before the first ``Fill``."""
-        events, self._events = self._events, []
-        if until_fill:
-            end = next((i for i, event in enumerate(events) if isinstance(event, Fill)), len(events))
-            events, self._events = events[:end], events[end:]
+    def _take(self) -> list[Event]:
+        """Removes and returns the events before the first ``Fill``."""
+        end = next((i for i, event in enumerate(self._events) if isinstance(event, Fill)), len(self._events))
+        events, self._events = self._events[:end], self._events[end:]
         return [event for event in events if event is not None]
 
 

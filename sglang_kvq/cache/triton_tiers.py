@@ -132,14 +132,9 @@ class TritonTierManager(TierManager):
             self.restore_pages(restored)
         return direct_pages
 
-    def apply_pending(self) -> None:
-        self._apply_reset()
-        while self.pending:
-            if packed := self.pending.pack(self.pool.device):
-                apply_events(self.tables, *packed)
-            if fill := self.pending.take_fill(self.pool.device):  # rare: in torch, on the same tables
-                self._apply_fill(fill)
-        self._fills.place()
+    def _apply_until_fill(self) -> None:
+        if packed := self.pending.pack(self.pool.device):
+            apply_events(self.tables, *packed)
 
     def _move_tokens(self, source: torch.Tensor, target: torch.Tensor, tokens: torch.Tensor) -> None:
         move_tokens(self.pool, source, target, tokens)

@@ -6,6 +6,9 @@ import pytest
 import torch
 
 from sglang_kvq.cache.integrity import check_integrity
+from sglang_kvq.cache.pending import ArrivedRequest
+from sglang_kvq.cache.pool import PACKED_TAIL
+from sglang_kvq.cache.shared.split import WindowSlots
 from sglang_kvq.constants import PAGE_SIZE as P
 from tests.cache.scheduler_model import Model
 
@@ -226,6 +229,41 @@ def test_bf16_pages_move_when_the_tree_kept_pages_without_them():
     twin.tokens.append(1)
     assert m.decode([twin])
     assert ranges(m, twin)[1] == (451 // P - 2) * P
+
+
+@pytest.mark.parametrize("what", ["boundary", "arrival"])
+def test_a_window_whose_move_to_the_trees_pages_is_not_applied_yet_stays(what):
+    """The row already names the tree's pages, but the BF16 copies are still those of the request's own pages."""
+    shared = {"pages": 0, "slots": 40, "shared": WindowSlots(4, 4, 6)} if what == "boundary" else {"slots": 8}
+    m = model(**shared)
+    tokens = [i % 70 for i in range(450)]
+    one, twin = m.start(tokens + [1] * 1000), m.start(tokens)
+    assert m.extend([(one, 1450), (twin, 450)])
+    m.leave(one, publish=True)
+    for kind in (100, 101, 102):  # their sinks are kept rather than what was recent
+        m.leave(prefill(m, [kind] * P), publish=True)
+    if what == "boundary":
+        first = int(m.pool.page_slot[m.place(m.row_pages(twin, 450)[-1])]) + 1
+        m.tiers.pending.move_boundary(first)
+    else:
+        arrive(m, 130)
+    m.publish(twin, finished=False)
+    m.tiers.apply_pending()
+    kept = [m.place(page) for page in m.row_pages(twin, 450)]
+    assert (m.pool.page_slot[[kept[0], *kept[5:]]] > 0).all() and int(m.tiers.errors) == 0
+
+
+def arrive(m: Model, tokens: int) -> None:
+    """Records the arrival of a request from another server, with a whole window."""
+    row, pages = m.free_rows.pop(0), m.take_pages(-(-tokens // P))
+    m.write_row(row, 0, pages)
+    source = torch.zeros(2, len(pages), m.pool.packed_elements, dtype=torch.bfloat16)
+    source[:, :, -PACKED_TAIL] = 1
+    places, ids = torch.arange(len(pages)), torch.tensor(pages)
+    whole = ids[: tokens // P]
+    m.tiers.pending.arrive(
+        ArrivedRequest(torch.tensor([row]), torch.tensor([tokens]), whole, ids, places, places, source, lambda: None)
+    )
 
 
 def test_many_distinct_prompts_cannot_exhaust_the_sinks():

@@ -12,6 +12,7 @@ from sglang_kvq.cache.pending import (
     Fill,
     FoldedPages,
     FreedPages,
+    FreedRows,
     MovedBF16Pages,
     MovedBoundary,
     PendingOps,
@@ -170,6 +171,16 @@ class TierManager(TierState):
     def apply_pending(self) -> None:
         """Applies the events that the scheduler recorded since the last plan, in order."""
         self._apply_reset()
+        while self.pending:
+            self._apply_until_fill()
+            if fill := self.pending.take_fill(self.pool.device):
+                self.moving = self.pending.moves()
+                self._apply_fill(fill)
+        self.moving = ()
+        self._fills.place()
+
+    def _apply_until_fill(self) -> None:
+        """Applies the events before the next ``Fill``."""
         for event in self.pending.drain(self.pool.device):
             if isinstance(event, AllocatedPages):
                 self.errors += self.live_places.allocate(event.pages)
@@ -177,12 +188,9 @@ class TierManager(TierState):
                 self._apply_free(event.pages)
             elif isinstance(event, MovedBF16Pages):
                 self._apply_move(*map(self.pages_of, event))
-            elif isinstance(event, Fill):
-                self._apply_fill(event)
-            else:
+            elif isinstance(event, FreedRows):
                 rows = torch.tensor(event.rows).to(self.pool.device, non_blocking=True)
                 self.row_len.index_fill_(0, rows, 0)
-        self._fills.place()
 
     def _apply_reset(self) -> None:
         if not self._forget:

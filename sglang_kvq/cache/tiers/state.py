@@ -5,12 +5,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
 
+from sglang_kvq.cache.pending import MovedBF16Pages
 from sglang_kvq.cache.pool import PagePool
 from sglang_kvq.cache.select_smallest import hand_out
 from sglang_kvq.cache.shared.places import Places
@@ -88,6 +89,8 @@ class TierState:
         self.records_written = torch.zeros((), dtype=torch.int64, device=device)
         #: Stored prefix tokens that prefills have read: in BF16, and from records.
         self.prefix_read = torch.zeros(2, dtype=torch.int64, device=device)
+        #: Moves of BF16 copies that rows already show, but that come after the event that is applied now.
+        self.moving: Sequence[MovedBF16Pages] = ()
         self.steps = 0
         self._set_up()
 
@@ -156,9 +159,23 @@ class TierState:
         all_rows = torch.arange(len(self.row_len), device=self.row_len.device)
         lens = self.row_len[:, None]
         index, _, pages = self.window(all_rows, self.row_len)
+        pages = self._before_moves(pages)
         pinned = (index < self.sink_pages) | (index >= (lens - self.written).clamp(min=0) // P - self.kept_pages)
         levels = torch.where(pinned, self.soft_pages, index - lens // P + self.recent_pages) + 1
         return self.pool.page_slot[pages].clamp(min=0).long().flatten(), levels.flatten()
+
+    def _before_moves(self, pages: torch.Tensor) -> torch.Tensor:
+        """Replaces those of pages to which ``moving`` will move BF16 copies by the pages that have the copies now."""
+        if not self.moving:
+            return pages
+        slots = self.pool.page_slot
+        holder = torch.arange(len(slots), device=slots.device)
+        for move in self.moving:
+            own, kept = (self.pages_of(ids.to(slots.device, non_blocking=True)) for ids in move)
+            own = holder[own]
+            waits = (slots[own] > 0) & (slots[kept] < 0) & (holder[kept] == kept)
+            holder = holder.index_put((torch.where(waits, kept, 0),), torch.where(waits, own, 0))
+        return holder[pages]
 
     # -- slots for pages, records for pages ---------------------------------------------------------
 

@@ -107,7 +107,10 @@ def _damaged(controller: CacheController, key: str, why: str) -> int:
     host.damaged_pages += 1
     logger.warning("kv-quant: page %s of the storage is damaged and is computed again: %s", key, why)
     if host.remove_stored is not None:
-        host.remove_stored(key)
+        try:
+            host.remove_stored(key)
+        except OSError as error:  # such as read-only storage
+            logger.warning("kv-quant: the damaged page %s stays in the storage: %s", key, error)
     return 0
 
 

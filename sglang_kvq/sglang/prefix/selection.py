@@ -88,9 +88,9 @@ def around_add(original: Original, self: PrefillAdder, req: Req, *args: Any, **k
         return original(self, req, *args, **kwargs)
     from sglang.srt.managers.schedule_policy import AddReqResult
 
-    # SGLang withdraws "no token" only when a running request ends.
+    # SGLang withdraws "no token" only when a running request ends. A queued load begins with this round's batch.
     busy = self.can_run_list or (self.running_batch is not None and self.running_batch.reqs)
-    return AddReqResult.NO_TOKEN if busy else AddReqResult.OTHER
+    return AddReqResult.NO_TOKEN if busy and loads_allow(self.tree_cache) else AddReqResult.OTHER
 
 
 def stand_ins(req: Req) -> int:

@@ -291,6 +291,18 @@ def test_a_damaged_page_is_a_miss(controller, found, damage, caplog):
     assert controller.host.damaged_pages == 1 and "page c of the storage is damaged" in caplog.text
 
 
+def test_a_damaged_page_that_cannot_be_removed_is_a_miss_and_the_pages_before_it_are_not(controller, found, caplog):
+    """Storage may be mounted read-only."""
+
+    def remove(key: str) -> None:
+        raise PermissionError(errno.EROFS, "Read-only file system", key)
+
+    controller.host.remove_stored = remove
+    found["c"][0] ^= 1
+    assert fetch(controller, found, KEYS, [6, 7, 8, 9]) == 2
+    assert controller.host.damaged_pages == 1 and "page c stays in the storage: " in caplog.text
+
+
 def test_a_short_file_is_a_miss_and_the_pages_before_it_are_not(controller, found):
     found["c"] = found["c"][:100]
     assert fetch(controller, found, KEYS, [6, 7, 8, 9]) == 2

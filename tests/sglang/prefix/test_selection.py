@@ -216,6 +216,20 @@ def test_copies_wait_for_pages_that_are_being_loaded(model, monkeypatch):
     model.check_empty()
 
 
+def test_after_no_token_nobody_is_admitted_so_a_load_that_is_queued_is_not_that(model, monkeypatch):
+    """The load begins with the round's batch, so the next round can copy. "No token" lasts until a request ends."""
+    model, history = model(40), said(20)
+    remember(model, history)
+    busy, req = run(model, 4), ask(history, 12)
+    with monkeypatch.context() as patch:
+        patch.setattr(selections, "loads_allow", lambda tree: False)
+        assert schedule(model, req) == ([], "OTHER") and req.problem is None
+    assert schedule(model, req)[0] == [req]
+    end(model, req)
+    model.leave(busy, publish=False)
+    model.check_empty()
+
+
 def test_after_a_retraction_copies_are_made_again(model):
     model, history = model(40), said(20)
     remember(model, history)
