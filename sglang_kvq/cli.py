@@ -5,7 +5,9 @@ Results go to stdout as text, as a table, or with ``--json`` as one JSON value. 
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from enum import Enum
@@ -32,6 +34,10 @@ console = Console(stderr=True, highlight=False, emoji=False)
 
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON value on stdout instead of text.")]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Show long texts in full and explain columns.")]
+
+
+#: Errors of a write to an open file, which do not name the file.
+_CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EPIPE)
 
 
 class Layout(str, Enum):
@@ -127,7 +133,7 @@ def calibrate(
     on_engine = _engine(engine, tp, engine_arg or [], trust_remote_code=trust_remote_code, revision=revision)
     check_new("--output", output, folder=True)
     if push:
-        check_push(push)
+        check_push(push, flag="--push ")
     recommend = recommend and composition == "transform"
     made = divergence = None
     try:
@@ -421,13 +427,24 @@ def main() -> None:
 def _run(words: Sequence[str]) -> int:
     """Runs a command and returns its exit status: 1 for a value that cannot be used, 2 for an invalid command line."""
     try:
-        return app(args=list(words), prog_name="kvq", standalone_mode=False) or 0
+        _check_working_folder()
+        status = app(args=list(words), prog_name="kvq", standalone_mode=False) or 0
+        if sys.stdout is not None:
+            sys.stdout.flush()  # here and not at exit, where Python would print a traceback
+        return status
     except KVQuantError as error:
         status, problem = 1, str(error)
     except OSError as error:
-        if error.filename is None:  # not an error about a file
+        status = 1
+        if error.filename is not None:
+            problem = f"{error.filename}: {error.strerror}. Check the path and its permissions."
+        elif error.errno in _CANNOT_WRITE:
+            _drop_output()
+            if error.errno == errno.EPIPE:  # the reader, such as `head`, has enough
+                return status
+            problem = f"cannot write: {error.strerror}. Free some space, or write to another place."
+        else:
             raise
-        status, problem = 1, f"{error.filename}: {error.strerror}. Check the path and its permissions."
     except Exception as error:  # errors of click, or of typer's copy of click, which have no common base class
         if not hasattr(error, "format_message"):
             raise
@@ -439,6 +456,19 @@ def _run(words: Sequence[str]) -> int:
     return status
 
 
+def _check_working_folder() -> None:
+    """Refuses a deleted working folder, in which libraries of PyTorch abort with an error that names another cause."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise KVQuantError("the working folder was deleted. Change to a folder that exists.") from None
+
+
+def _drop_output() -> None:
+    """Sends what stdout still holds to /dev/null, so that Python does not try to write it again at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def _described(error: Any, words: Sequence[str]) -> str:
     """Returns click's message on one line as ``flag value: problem``, followed by the command that shows help."""
     message = " ".join(error.format_message().split())
@@ -447,7 +477,8 @@ def _described(error: Any, words: Sequence[str]) -> str:
     if value is not None and message.startswith("Invalid value for"):
         message = f"{names[-1]} {value}: {' '.join(str(error.message).split())}"
     context = getattr(error, "ctx", None)
-    return f"{message.rstrip('.')}. See `{context.command_path if context else 'kvq'} --help`."
+    message = message.rstrip(".")
+    return f"{message}{'' if message.endswith('?') else '.'} See `{context.command_path if context else 'kvq'} --help`."
 
 
 def _value_of(names: Sequence[str], words: Sequence[str]) -> str | None:

@@ -82,6 +82,10 @@ class KVQuantConfig:
                     f"{flag} {tokens}: must be a multiple of the page size {PAGE_SIZE}, at least "
                     f"{least}. The nearest valid value is {max(least, round(tokens / PAGE_SIZE) * PAGE_SIZE)}."
                 )
+        if self.rotations is not None and not self.rotations.strip():  # as a path, it would be the working folder
+            raise KVQuantError(
+                f"--kv-quant-rotations {self.rotations!r}: empty. Give a folder or ORG/NAME[/FOLDER], or leave it out."
+            )
         if self.recent_min is not None and not (
             0 <= self.recent_min <= self.recent_tokens and self.recent_min % PAGE_SIZE == 0
         ):

@@ -5,6 +5,8 @@ The commands run in this process, through the entry point of the console script.
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import NamedTuple
@@ -285,7 +287,7 @@ def test_wrong_value_is_one_line(command, option, value, more, places, monkeypat
 @pytest.mark.parametrize(
     "words, meant",
     [
-        (["calibrat"], "calibrate"),
+        (["calibrat"], "Did you mean 'calibrate'? See `kvq --help`."),
         (["calibrate", "--tokenz", "3"], "--tokens"),
         (["doctor", "--model", "m", "--method", "oskar"], "Did you mean oscar?"),
         (["doctor", "--tp"], "--tp"),
@@ -297,6 +299,33 @@ def test_wrong_value_is_one_line(command, option, value, more, places, monkeypat
 def test_words_that_are_no_command_line(words, meant, monkeypatch, capsys):
     status, said = kvq(words, monkeypatch, capsys)
     assert status in (1, 2) and len(said) == 1 and said[0].startswith("error: ") and meant in said[0], said
+
+
+def process(command: str, **environment: str) -> tuple[int, str]:
+    """Runs a shell's command line in a process of its own; returns its exit status and stderr."""
+    root = str(Path(cli.__file__).parents[1])
+    environment = os.environ | {"PYTHONPATH": root, "kvq": f"{sys.executable} -m sglang_kvq.cli"} | environment
+    done = subprocess.run(["bash", "-c", command], env=environment, stderr=subprocess.PIPE, text=True, check=False)
+    return done.returncode, done.stderr
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("words", ["--version", "zoo", "zoo --json"])
+def test_a_full_disk_is_one_line(words, unbuffered):
+    status, said = process(f"$kvq {words} > /dev/full", PYTHONUNBUFFERED=unbuffered)
+    assert status == 1 and said.splitlines() == [
+        "error: cannot write: No space left on device. Free some space, or write to another place."
+    ]
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_reader_that_has_enough_is_no_error(unbuffered):
+    assert process("$kvq zoo --json | true", PYTHONUNBUFFERED=unbuffered) == (0, "")
+
+
+def test_a_deleted_working_folder_is_named(tmp_path):
+    status, said = process(f"mkdir {tmp_path}/gone && cd {tmp_path}/gone && rmdir {tmp_path}/gone && $kvq zoo")
+    assert status == 1 and said == "error: the working folder was deleted. Change to a folder that exists.\n"
 
 
 def test_version_and_completion(monkeypatch, capsys):

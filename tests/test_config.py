@@ -21,6 +21,7 @@ def test_every_method_declares_itself(name):
     "fields,message",
     [
         ({"method": "oskar"}, "--kv-quant oskar: unknown method. Choose one of none, oscar"),
+        ({"rotations": ""}, "--kv-quant-rotations '': empty. Give a folder"),
         ({"sink_tokens": 65}, "--kv-quant-sink 65: must be a multiple of the page size 64.*nearest valid value is 64"),
         ({"sink_tokens": -64}, "--kv-quant-sink -64"),
         ({"recent_tokens": 100}, "--kv-quant-recent 100: .*nearest valid value is 128"),

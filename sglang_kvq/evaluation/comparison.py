@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,7 +23,7 @@ from sglang_kvq.evaluation.report.page import page, section
 from sglang_kvq.evaluation.report.results import collect, collect_map, write
 from sglang_kvq.evaluation.report.rows import is_map
 from sglang_kvq.evaluation.runner import Runner, server_identity, server_record
-from sglang_kvq.evaluation.servers import Launch
+from sglang_kvq.evaluation.servers import PYTHON, Launch
 from sglang_kvq.evaluation.specs import (
     CHUNK,
     CHUNK_FLAG,
@@ -72,8 +73,12 @@ def run(options: SimpleNamespace, words: Sequence[str]) -> int:
         KVQuantError: settings, files or servers cannot be used.
     """
     flags = list(words[words.index("--") + 1 :]) if "--" in words else []
-    if sum(map(bool, (options.server, options.model, options.map, options.report))) != 1:
-        raise KVQuantError("give one of --server URL, --model PATH, --map SOURCE ... and --report FILE ....")
+    actions = [f"--{name}" for name in ("server", "model", "map", "report") if getattr(options, name)]
+    if len(actions) != 1:
+        raise KVQuantError(
+            "give one of --server URL, --model PATH, --map SOURCE... or --report FILE..."
+            + (f", not {' and '.join(actions)} together." if actions else ".")
+        )
     command = ["kvq", "eval", *words]
     if options.report:
         return write_page(options)
@@ -275,7 +280,7 @@ def launch_of(options: SimpleNamespace, flags: list[str]) -> Launch:
     """Returns the settings for starting servers.
 
     Raises:
-        KVQuantError: a GPU is empty or repeated, or a quote does not end.
+        KVQuantError: a GPU is empty or repeated, a quote does not end, or the program does not exist.
     """
     gpus = tuple(options.gpus.split(",")) if options.gpus else ()
     if not all(gpus) or len(set(gpus)) < len(gpus):
@@ -286,6 +291,11 @@ def launch_of(options: SimpleNamespace, flags: list[str]) -> Launch:
             shlex.split(given)
         except ValueError as error:
             raise KVQuantError(f"{flag} {given}: {error}. Close every quote.") from None
+    program = shlex.split(options.server_command)[:1]
+    if not program or (program[0] not in PYTHON and shutil.which(program[0]) is None):
+        raise KVQuantError(
+            f"--server-command {options.server_command}: no such program. Check its name, or give its path."
+        )
     return Launch(
         # A link keeps its name, by which published rotations are found.
         str(Path(options.model).absolute()) if Path(options.model).is_dir() else options.model,

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from sglang_kvq.errors import KVQuantError
+from sglang_kvq.errors import KVQuantError, first_line
 
 #: Bytes at the end of a file that tell two files of weights apart.
 _END = 64 << 10
@@ -24,7 +24,9 @@ def read(path: Path) -> dict[str, Any]:
     """
     try:
         value = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise KVQuantError(f"{path}: {first_line(error)}. Check the path and its permissions.") from error
+    except ValueError as error:
         raise KVQuantError(f"{path}: not a readable JSON file ({error}). Delete it or repair it.") from error
     if not isinstance(value, dict):
         raise KVQuantError(f"{path}: not a JSON object. Delete it or repair it.")

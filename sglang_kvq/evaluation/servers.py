@@ -16,6 +16,9 @@ from sglang_kvq.evaluation.files import model_identity
 from sglang_kvq.evaluation.specs import MethodSpec, names
 from sglang_kvq.server_process import ServerFailed, ServerProcess, free_port
 
+#: Names in --server-command that stand for this interpreter.
+PYTHON = ("python", "python3")
+
 
 def _whole(word: str) -> str:
     return str(Path(word).absolute()) if "/" in word and Path(word).exists() else word
@@ -76,8 +79,8 @@ class EvaluatedServer(ServerProcess):
 
     def __init__(self, launch: Launch, spec: MethodSpec, log: Path, stopped: Callable[[], bool], gpu: str) -> None:
         self.start_timeout, self.stopped = launch.start_timeout, stopped
-        words, flags = shlex.split(launch.command) or [""], launch.of(spec)
-        if words[0] in ("python", "python3"):
+        words, flags = shlex.split(launch.command), launch.of(spec)
+        if words[0] in PYTHON:
             words[0] = sys.executable
         port = free_port()
         where = ("--host", "127.0.0.1", "--port", str(port))

@@ -206,7 +206,7 @@ def test_no_path_of_this_machine_in_the_report(text, tmp_path):
 def test_a_model_keeps_the_name_by_which_its_rotations_are_known(tmp_path):
     (tmp_path / "4f1e").mkdir()
     (tmp_path / "Qwen3-8B").symlink_to(tmp_path / "4f1e")
-    given = dict(gpus="", server_command="x", plain_flags="", parallel=1, start_timeout=1.0)
+    given = dict(gpus="", server_command="python", plain_flags="", parallel=1, start_timeout=1.0)
     launch = launch_of(SimpleNamespace(model=str(tmp_path / "Qwen3-8B"), **given), [])
     assert launch.model == str(tmp_path / "Qwen3-8B")
 
@@ -255,7 +255,12 @@ def test_a_reference_must_be_bf16(text, tmp_path):
     "given, message",
     [
         ("", "give one of --server"),
-        ("--server http://x --model m", "give one of --server"),
+        (
+            "--server http://x --model m",
+            "give one of --server.* or --report FILE..., not --server and --model together",
+        ),
+        ("--map nowhere.json --out precise_m.json", "^nowhere.json: No such file or directory. Check the path"),
+        ("--model m --text f --server-command nothing/here", "--server-command nothing/here: no such program"),
         ("--model m --tasks kl,sing", "sing: unknown. Choose one of kl,"),
         ("--server http://x --tasks gsm8k --gsm8k f --gsm8k-shots 0 -- --tp 2", "--tp 2: flags after --"),
         ("--model m --text nowhere.txt --kl-lengths 1k", "whole numbers"),

@@ -84,8 +84,8 @@ def zoo_table(entries: Sequence[Known]) -> Table:
         origin = f"{entry.origin}{'?' * entry.location_inferred}"
         table.add_row(entry.model, entry.method, origin, "no" if entry.folder is None else "yes", *clips)
     table.caption = (
-        "for: the value of --kv-quant that uses them. hub?: their folder's name is inferred,\nnot confirmed. here: on "
-        "this machine; others are fetched from the hub when first\nserved. More with --verbose."
+        "for: the value of --kv-quant that uses them. hub?: their folder's name is inferred, not confirmed. here: on "
+        "this machine; others are fetched from the hub when first served. More with --verbose."
     )
     return table
 

@@ -251,7 +251,7 @@ def push(folder: Path, target: str, card: str) -> str:
     return f"https://huggingface.co/{repo}" + (f"/tree/main/{where}" if where else "")
 
 
-def check_push(target: str) -> tuple[str, list[str]]:
+def check_push(target: str, *, flag: str = "") -> tuple[str, list[str]]:
     """Refuses a push that cannot work, before hours of calibration; returns the repo id and the folder's parts.
 
     Raises:
@@ -261,17 +261,17 @@ def check_push(target: str) -> tuple[str, list[str]]:
 
     location = HubLocation.parse(target)
     if location is None or location.revision is not None:
-        raise KVQuantError(f"--push {target}: must be ORG/REPO or ORG/REPO/FOLDER on the Hugging Face hub.")
+        raise KVQuantError(f"{flag}{target}: must be ORG/REPO or ORG/REPO/FOLDER on the Hugging Face hub.")
     if not get_token():
         raise KVQuantError(
-            f"--push {target}: no Hugging Face token here. Run `hf auth login` with a token that may write, or set "
+            f"{flag}{target}: no Hugging Face token here. Run `hf auth login` with a token that may write, or set "
             "HF_TOKEN."
         )
     try:
         HfApi().whoami()
     except Exception as error:
         raise KVQuantError(
-            f"--push {target}: the hub does not accept the token ({type(error).__name__}: {first_line(error)}). "
+            f"{flag}{target}: the hub does not accept the token ({type(error).__name__}: {first_line(error)}). "
             "Check the network, and make a token that may write at https://huggingface.co/settings/tokens."
         ) from error
     return location.repo, [part for part in location.folder.split("/") if part]

@@ -11,9 +11,9 @@ from sglang_kvq.rotations.storage.zoo import shipped, zoo_folder
 from tests.rotations.helpers import random_rotations, random_transform
 
 
-def zoo(monkeypatch, *arguments, in_cache=None):
+def zoo(monkeypatch, *arguments, in_cache=None, columns=80):
     monkeypatch.setattr("sglang_kvq.rotations.inspection.zoo_table.cached", lambda repo: in_cache)
-    result = CliRunner().invoke(app, ["zoo", *arguments], catch_exceptions=False, env={"COLUMNS": "80"})
+    result = CliRunner().invoke(app, ["zoo", *arguments], catch_exceptions=False, env={"COLUMNS": str(columns)})
     assert result.exit_code == 0
     return result.stdout
 
@@ -27,6 +27,14 @@ def test_the_table_names_every_model_whole_in_80_columns(monkeypatch):
     assert any(row == ["model", "for", "from", "here", "clip", "K", "clip", "V"] for row in rows)
     assert ["Qwen3-8B", "oscar", "hub", "no"] in rows and ["Qwen3.5-4B", "oscar", "hub?", "no"] in rows
     assert ["GLM-5.2-FP8", "none", "hub", "no"] in rows
+
+
+def test_the_legend_fills_its_lines(monkeypatch):
+    for columns in (60, 80):  # the table, which the legend is as wide as, needs 80
+        lines = zoo(monkeypatch, columns=columns).rstrip().splitlines()
+        legend = lines[next(place for place, line in enumerate(lines) if line.startswith("for: ")) :]
+        following = [line.split()[0] for line in legend[1:]]
+        assert all(len(line.rstrip()) + 1 + len(word) > columns - 2 for line, word in zip(legend, following)), legend
 
 
 def test_details_have_locations_and_texts(monkeypatch):

@@ -218,5 +218,5 @@ def test_a_failed_upload_keeps_the_folder(hub, tmp_path, monkeypatch):
 
 
 def test_push_target_must_be_a_repo(hub):
-    with pytest.raises(KVQuantError, match="--push name: must be ORG/REPO"):
+    with pytest.raises(KVQuantError, match="^name: must be ORG/REPO"):  # of `kvq push`, which has no --push
         hub_module.check_push("name")
