@@ -28,6 +28,8 @@ decode_SxL    ms per decode step of S concurrent streams with cached contexts of
               better of two such runs.
 prefill_L     tokens/s of new L-token prompts, one at a time, in chunks of 8K: L over the median time to the
               first token.
+wave_NxL      tokens/s of N new L-token prompts that arrive at once: the median of three waves. With --profile, SGLang's
+              profiler watches one more wave. Not measured by default.
 tokens        tokens that the server's cache holds with the flags of these scenarios (capacity.py's are leaner).
 output_NxL    output tokens/s while as many of N contexts of L tokens are decoded at once as the server holds
               (``none_resident``, ``oscar_resident``), all distinct and all cached. This is the rate within a
@@ -70,9 +72,9 @@ from benchmarks.capacity import FLAGS, MODEL, existing_folder, geometry_and_flag
 from launch.server import Server, ServerError
 from sglang_kvq.evaluation import provenance
 
-GROUPS = ("decode", "prefill", "latency", "output", "tokens", "spec")
+GROUPS = ("decode", "prefill", "latency", "output", "wave", "tokens", "spec")
 #: Groups that run without --speculation or --scenarios.
-PLAIN = GROUPS[:-2]
+PLAIN = GROUPS[:-3]
 SERVERS = ("none", "oscar")
 FAILED: list[str] = []  # groups that failed so far
 PROFILED = 8  # steps
@@ -91,6 +93,7 @@ class Scale:
     prompts: int
     latency: tuple[int, int, int, int]  # requests, requests at once, prompt, output
     output: tuple[int, int, int]  # requests, context, output
+    wave: tuple[int, int]  # requests, prompt
 
     @property
     def longest(self) -> int:
@@ -106,8 +109,9 @@ SCALES = {
         3,
         (16, 8, 8192, 128),
         (96, 65536, 256),
+        (1024, 200),
     ),
-    "tiny": Scale(128, ((2, 64), (2, 256)), 17, 256, 2, (3, 2, 100, 9), (3, 256, 65)),
+    "tiny": Scale(128, ((2, 64), (2, 256)), 17, 256, 2, (3, 2, 100, 9), (3, 256, 65), (6, 40)),
 }
 
 
@@ -199,19 +203,22 @@ class Client:
                 raise Failed(f"only {stream.cached} of a context's {len(prompt)} tokens were cached")
         return streams
 
-    def profile(self, prompts: list[list[int]], tokens: int) -> dict:
-        """Returns ``traces.per_step`` for steps in which all the streams run.
+    def profile(self, prompts: list[list[int]], tokens: int, prefills: bool = False) -> dict:
+        """Returns ``traces.per_step`` for steps in which all the streams run, or for prefills from the first one on.
 
         Raises:
             Failed: the profiler recorded nothing.
         """
         self.streams = []
+        answers, begun = (self.run, any) if prefills else (self.decode, all)
         with ThreadPoolExecutor(1) as pool, tempfile.TemporaryDirectory() as folder:
-            decoding = pool.submit(self.decode, prompts, tokens)
-            while not decoding.done() and (len(self.streams) < len(prompts) or not all(s.events for s in self.streams)):
+            running = pool.submit(answers, prompts, tokens)
+            while not running.done() and (
+                len(self.streams) < len(prompts) or not begun(s.events for s in self.streams)
+            ):
                 time.sleep(0.02)
             self.server.request("/start_profile", {"output_dir": folder, "num_steps": PROFILED, "activities": ["GPU"]})
-            decoding.result()
+            running.result()
             try:
                 return traces.per_step(traces.read_trace(Path(folder), wait=60), PROFILED, self.layers)
             except FileNotFoundError as error:
@@ -332,6 +339,20 @@ def prefill(client: Client, scale: Scale, deadline: float):
     yield f"prefill_{size(scale.prefill)}", "tokens/s", scale.prefill / seconds, {}, {"chunk": scale.chunk}
 
 
+def wave(client: Client, scale: Scale, deadline: float):
+    requests, context = scale.wave
+    waves = [[client.prompt("wave", turn * requests + i, context) for i in range(requests)] for turn in range(4)]
+    seconds = []
+    for prompts in waves[:3]:
+        streams = client.run(prompts, 1)
+        seconds.append(max(s.events[-1][0] for s in streams) - min(s.begin for s in streams))
+        client.server.drain()
+    name = f"wave_{requests}x{size(context)}"
+    yield name, "tokens/s", requests * context / statistics.median(seconds), {}, {"chunk": scale.chunk}
+    if client.profiled:
+        yield profile_row(name, client.profile(waves[3], 1, prefills=True))
+
+
 def latency(client: Client, scale: Scale, deadline: float):
     requests, at_once, context, tokens = scale.latency
     prompts = [client.prompt("latency", i, context) for i in range(requests)]
@@ -379,7 +400,7 @@ def graph_flags(scale: Scale, groups: list[str]) -> list[str]:
     decode = max(streams for streams, _ in scale.decode)
     most = {"decode": decode, "spec": decode, "latency": scale.latency[1], "output": scale.output[0]}
     flags = ["--cuda-graph-max-bs-decode", str(max(most.get(group, 1) for group in groups))]
-    return flags if {"prefill", "latency"} & set(groups) else [*flags, "--disable-prefill-cuda-graph"]
+    return flags if {"prefill", "latency", "wave"} & set(groups) else [*flags, "--disable-prefill-cuda-graph"]
 
 
 def better(unit: str, none: float | None, oscar: float | None) -> float | None:
@@ -438,7 +459,7 @@ def main() -> None:
         description=__doc__.splitlines()[0], epilog="Words after -- are flags of both servers."
     )
     parser.add_argument("--out", required=True, type=Path, help="JSON file; its rows of other scenarios stay")
-    parser.add_argument("--scenarios", help=f"some of {', '.join(GROUPS)}; default all but the last two")
+    parser.add_argument("--scenarios", help=f"some of {', '.join(GROUPS)}; default all but the last three")
     parser.add_argument("--speculation", type=int, metavar="N", help="only spec_*: servers that verify N drafts a step")
     parser.add_argument(
         "--servers",
@@ -456,7 +477,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, help="use only the model's first N layers, if not all fit")
     parser.add_argument("--tp-size", type=int, default=1, help="GPUs of each server; default %(default)s")
     parser.add_argument("--scale", choices=SCALES, default="full")
-    parser.add_argument("--profile", action="store_true", help="also show what decode steps are made of")
+    parser.add_argument("--profile", action="store_true", help="also show what steps are made of")
     parser.add_argument(
         "--cpu", action="store_true", help="servers on the CPU engine: only shows that this script works"
     )
