@@ -77,13 +77,15 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--kv-quant-sink",
         type=int,
         metavar="TOKENS",
-        help=f"First tokens of a request kept in BF16; a multiple of {PAGE_SIZE}. Default: {KVQuantConfig.sink_tokens}.",
+        help=f"First tokens of a request kept in BF16; a multiple of {PAGE_SIZE}. "
+        f"Default: {KVQuantConfig.sink_tokens}.",
     )
     add(
         "--kv-quant-recent",
         type=int,
         metavar="TOKENS",
-        help=f"Last tokens of a request kept in BF16; a multiple of {PAGE_SIZE}. Default: {KVQuantConfig.recent_tokens}.",
+        help=f"Last tokens of a request kept in BF16; a multiple of {PAGE_SIZE}. "
+        f"Default: {KVQuantConfig.recent_tokens}.",
     )
     add(
         "--kv-quant-recent-min",

@@ -9,13 +9,18 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from sglang_kvq.errors import KVQuantError, first_line
+from sglang_kvq.errors import KVQuantError, first_line, shorten
 from sglang_kvq.rotations.calibration.eligible import unread
 
 #: Seconds to wait for the hub. transformers alone would ask it for one file after another, with retries, for a minute.
 TIMEOUT = 4.0
 _HUB_ID = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")
 _CONFIG, _INDEX = "config.json", "model.safetensors.index.json"
+#: JSON files beside these two that loading reads; others may hold anything.
+_READ = (
+    *("added_tokens.json", "generation_config.json", "hf_quant_config.json", "pytorch_model.bin.index.json"),
+    *("special_tokens_map.json", "tekken.json", "tokenizer.json", "tokenizer_config.json", "vocab.json"),
+)
 _POINTER = b"version https://git-lfs"
 #: Dtypes in safetensors files whose elements are codes, not weights.
 _CODES = frozenset({"U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F6_E2M3", "F6_E3M2", "F4", "F8_E4M3FNUZ"})
@@ -81,8 +86,10 @@ def check_files(folder: Path) -> None:
     """
     if not _exists(folder / _CONFIG):
         raise KVQuantError(f"{folder}: no {_CONFIG} in this folder. Give the folder of a model, or a hub id ORG/NAME.")
-    for path in sorted(folder.glob("*.json")):
-        _check_json(path)
+    check_config(folder)
+    for name in _READ:
+        if _exists(folder / name):
+            _read_json(folder / name)
     weights = weight_files(folder)
     for path in weights:
         _tensors(path)
@@ -90,6 +97,13 @@ def check_files(folder: Path) -> None:
         _beginning(path)
     if not weights and not any(folder.glob("*.bin")):
         raise KVQuantError(f"{folder}: no weights in this folder (*.safetensors). Fetch the whole model.")
+
+
+def check_config(folder: Path) -> None:
+    """Refuses a folder's ``config.json`` that cannot be read or is no JSON object; a missing one passes."""
+    path = folder / _CONFIG
+    if _exists(path) and not isinstance(found := _read_json(path), dict):
+        raise KVQuantError(f"{path}: {shorten(found)}, not a JSON object of a model's settings. Fetch it again.")
 
 
 def check_codes(path: str, folder: Path) -> None:
@@ -111,7 +125,8 @@ def _shards(folder: Path) -> list[Path]:
     index = folder / _INDEX
     if not _exists(index):
         return []
-    names = _check_json(index).get("weight_map", {})
+    found = _read_json(index)
+    names = found.get("weight_map", {}) if isinstance(found, dict) else None
     if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
         raise KVQuantError(f"{index}: its weight_map does not name a file for each weight. Fetch it again.")
     shards = [folder / name for name in sorted(set(names.values()))]
@@ -141,13 +156,12 @@ def _exists(path: Path) -> bool:
         raise _unreadable(path, error) from error
 
 
-def _check_json(path: Path) -> dict[str, Any]:
+def _read_json(path: Path) -> Any:
     _beginning(path)
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise KVQuantError(f"{path}: not JSON ({first_line(error)}). Fetch it again.") from error
-    return found if isinstance(found, dict) else {}
 
 
 def _beginning(path: Path) -> bytes:

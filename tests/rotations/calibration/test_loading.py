@@ -149,6 +149,17 @@ def test_a_config_that_is_no_json(folder):
     refused(folder, "config.json: not JSON .*Fetch it again")
 
 
+@pytest.mark.parametrize("text", ["[]", "3", "null", '"llama"'])
+def test_a_config_that_is_no_object(folder, text):
+    (folder / "config.json").write_text(text)
+    refused(folder, "config.json: .*, not a JSON object of a model's settings. Fetch it again")
+
+
+def test_a_file_that_loading_does_not_read_may_hold_anything(folder):
+    (folder / "prompts.json").write_text('{"prompt": 1}\n{"prompt": 2}\n')
+    load_model(str(folder), device="cpu")
+
+
 def test_a_shard_that_is_missing(folder):
     index = {"metadata": {}, "weight_map": dict.fromkeys(("a", "b"), "model-00001-of-00002.safetensors")}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
