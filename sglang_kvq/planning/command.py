@@ -60,7 +60,8 @@ def plan(
         raise KVQuantError(f"--concurrency {concurrency}: must be at least 1.")
     if weights is not None and not 0 < weights < 1 << 20:
         raise KVQuantError(f"--weights {weights:g}: must be the GiB of the model's weights, above 0.")
-    request = doctor_model.Request(model, doctor_model.config_of("hadamard", None, None), None, tp, trust_remote_code)
+    config = doctor_model.config_of("hadamard", None, None)
+    request = doctor_model.Request(model, config, None, tp, trust_remote_code, flag="")
     read, flags = doctor_model.read_config(request)
     doctor_model.check_served(read, request.config, tp)
     if tokens is not None and tokens > read.context_len:

@@ -350,8 +350,11 @@ def test_models_that_are_not_served_or_not_known(tmp_path):
         (folder / "config.json").write_text(json.dumps(config | changes))
         with pytest.raises(KVQuantError, match=said):
             ask(str(folder), "--gpu", "h100")
-    with pytest.raises(KVQuantError, match="no such folder"):
+    with pytest.raises(KVQuantError, match=f"^{tmp_path}/nowhere: no such folder"):
         ask(str(tmp_path / "nowhere"), "--gpu", "h100")
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(KVQuantError, match=f"^{tmp_path}: SGLang .* cannot read its config"):
+        ask(str(tmp_path), "--gpu", "h100")
 
 
 def test_gpus_are_known_by_name_or_described():

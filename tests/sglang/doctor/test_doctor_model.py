@@ -189,6 +189,9 @@ def test_config_that_cannot_be_read_is_one_line(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(KVQuantError, match="cannot read its config"):
         ask(str(tmp_path))
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(KVQuantError, match=rf"^--model {tmp_path}/config.json: \[\], not a JSON object"):
+        ask(str(tmp_path))
 
 
 KNOWN_HERE = [
@@ -297,6 +300,12 @@ def test_method_that_is_none_of_ours(method):
 def test_wrong_options(argv):
     with pytest.raises(KVQuantError, match=argv[1]):
         ask(QWEN3, *argv)
+
+
+@pytest.mark.parametrize("name", ["qwen3-8b", "gpt-oss-120b", "qwen3-next-80b-a3b"])
+def test_memory_without_room_for_a_window(name):
+    with pytest.raises(KVQuantError, match=r"^--memory 0.0001: .* Raise --memory\.$"):
+        ask(str(ROOT / "benchmarks" / "models" / name), "--memory", "0.0001")
 
 
 @pytest.mark.parametrize(
