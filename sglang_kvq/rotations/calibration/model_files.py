@@ -1,9 +1,8 @@
-"""Finds a model's files in a folder, on the hub or in its cache; refuses missing, damaged and unreadable files."""
+"""Checks a model's files in a folder; refuses missing, damaged and unreadable ones."""
 
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +11,6 @@ from safetensors import SafetensorError, safe_open
 from sglang_kvq.errors import KVQuantError, first_line, shorten
 from sglang_kvq.rotations.calibration.eligible import unread
 
-#: Seconds to wait for the hub. transformers alone would ask it for one file after another, with retries, for a minute.
-TIMEOUT = 4.0
-_HUB_ID = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")
 _CONFIG, _INDEX = "config.json", "model.safetensors.index.json"
 #: JSON files beside these two that loading reads; others may hold anything.
 _READ = (
@@ -24,58 +20,6 @@ _READ = (
 _POINTER = b"version https://git-lfs"
 #: Dtypes in safetensors files whose elements are codes, not weights.
 _CODES = frozenset({"U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F6_E2M3", "F6_E3M2", "F4", "F8_E4M3FNUZ"})
-
-
-def find_model(path: str, revision: str | None = None) -> dict[str, Any]:
-    """Looks for a model before anything is loaded.
-
-    Returns:
-        keywords for every ``from_pretrained``: the revision, and ``local_files_only`` if the hub does not answer.
-    """
-    if path and Path(path).exists():
-        if not Path(path).is_dir():
-            raise KVQuantError(f"{path}: a file, not the folder of a model. Give its folder.")
-        return {"revision": revision}
-    if not _HUB_ID.fullmatch(path):
-        raise KVQuantError(f"{path}: no such folder, and not a hub id ORG/NAME. Check the path.")
-    from huggingface_hub import HfApi, constants
-    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
-
-    problem = "HF_HUB_OFFLINE is set"
-    if not constants.HF_HUB_OFFLINE:
-        try:
-            HfApi().model_info(path, revision=revision, timeout=TIMEOUT)
-            return {"revision": revision}
-        except RevisionNotFoundError:
-            raise KVQuantError(
-                f"--revision {revision}: {path} has no such revision on the hub. Leave it out."
-            ) from None
-        except GatedRepoError as error:
-            raise KVQuantError(
-                f"{path}: gated on the hub ({first_line(error)}). Ask for access, and `hf auth login`."
-            ) from None
-        except RepositoryNotFoundError:
-            problem = "the hub has no model of this name that you may see"
-        except HfHubHTTPError as error:
-            problem = f"the hub answers {first_line(error)}"
-        except Exception as error:  # its type depends on the HTTP library that huggingface_hub uses
-            problem = f"the hub does not answer ({type(error).__name__}: {first_line(error)})"
-    if cached_folder(path, revision) is None:
-        raise KVQuantError(
-            f"{path}: no such folder, not in the hub's cache, and {problem}. Check the name. Without a network: "
-            "download the model where there is one, and give its folder."
-        )
-    return {"revision": revision, "local_files_only": True}
-
-
-def cached_folder(path: str, revision: str | None = None) -> Path | None:
-    """Returns the folder with a model's files on this machine: ``path``, or one in the hub's cache; None if absent."""
-    if Path(path).is_dir():
-        return Path(path)
-    from huggingface_hub import try_to_load_from_cache
-
-    found = try_to_load_from_cache(path, _CONFIG, revision=revision)
-    return Path(found).parent if isinstance(found, str) else None
 
 
 def check_files(folder: Path) -> None:

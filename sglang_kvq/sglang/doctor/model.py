@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
 
+from sglang_kvq.arguments import find_model
 from sglang_kvq.cache.layout import KVGeometry, NoRoom
 from sglang_kvq.config import KVQuantConfig
 from sglang_kvq.constants import PAGE_SIZE
@@ -23,7 +24,7 @@ from sglang_kvq.errors import KVQuantError, unknown
 from sglang_kvq.formats.record import RecordFormat
 from sglang_kvq.methods import METHOD_NAMES, RotationKind, get_method
 from sglang_kvq.rotations.calibration.eligible import has_windows, needs_code, why_not
-from sglang_kvq.rotations.calibration.model_files import check_config, find_model, weight_files
+from sglang_kvq.rotations.calibration.model_files import check_config, weight_files
 from sglang_kvq.rotations.identity import cached_layers, unapplied_window
 from sglang_kvq.rotations.resolve import locate_rotations, resolve_formats, resolve_rotations
 from sglang_kvq.rotations.storage.registry import HubLocation
