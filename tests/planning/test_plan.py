@@ -258,6 +258,14 @@ def test_text_has_a_row_each_and_the_command():
     assert shown.splitlines()[-1].startswith("  python -m sglang.launch_server --model-path")
 
 
+def test_bits_of_transform_are_its_records_and_first_tokens():
+    plan = planner("qwen3-8b")
+    row, geometry = plan.row_of("transform", "2.5"), plan._geometry(KVQuantConfig("transform", bits="2.5"))
+    assert geometry.record_bits_per_element <= 2.5 and row.bits == geometry.record_bits_per_element + 1 / 32
+    shown = ask(QWEN3, "--gpu", "h200")[1]
+    assert "transform's have 0.03 for first tokens in BF16" in shown
+
+
 def test_names_are_whole_in_a_narrow_terminal():
     wide = ("--weights", "10", "--tp", "2", "--context", "4K", "--concurrency", "8")
     _, shown = ask(str(MODELS / "gpt-oss-120b"), "--gpu", "l40s", *wide)

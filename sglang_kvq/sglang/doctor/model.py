@@ -421,9 +421,10 @@ def lines(found: Diagnosis, request: Request) -> Iterator[str]:
         yield f"  rotations      {found.rotations or f'none known; first: {found.calibrate}'}{inferred}"
     if found.bytes_bf16 and found.bytes_quantized:
         ratio = found.bytes_bf16 / found.bytes_quantized
+        firsts = "first tokens in BF16 counted, " if get_method(found.method).planes else ""
         yield (
             f"  KV of a token  {found.bytes_bf16:,} bytes in BF16, {found.bytes_quantized:,.0f} with --kv-quant "
-            f"{found.method} ({ratio:.2f}x less), windows not counted"
+            f"{found.method} ({ratio:.2f}x less), {firsts}windows not counted"
         )
     if found.tokens is not None and found.memory is not None:
         yield (

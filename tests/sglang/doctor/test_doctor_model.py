@@ -109,6 +109,8 @@ def test_rotations_of_the_zoo_are_named(model_folder):
     assert planes["rotations"].endswith("smollm2-135m-instruct-transform")
     assert planes["bytes_quantized"] * 8 / (2 * 30 * 3 * 64) <= 1.6 + 1 / 32, "first tokens come on top"
     assert "--kv-quant-bits 1.6" in planes["command"]
+    shown = [ask(model_folder(**SMOLLM2), "--method", method)[1] for method in ("transform", "oscar")]
+    assert ["first tokens in BF16 counted" in "\n".join(text) for text in shown] == [True, False]
 
 
 def test_missing_rotations_name_the_command(model_folder):
