@@ -7,13 +7,18 @@ import tempfile
 from importlib.util import find_spec
 from math import isfinite
 from pathlib import Path
+from typing import Any
 
-from sglang_kvq.errors import KVQuantError, unknown
+from sglang_kvq.errors import KVQuantError, first_line, unknown
 
 DEVICES = ("cuda", "cpu", "auto")
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 #: Short names of dtypes that people and other tools use, mapped to torch's names.
 SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
+
+#: Seconds to wait for the hub. transformers alone would ask it for one file after another, with retries, for a minute.
+TIMEOUT = 4.0
+_HUB_ID = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")
 
 
 def check_device(device: str) -> None:
@@ -87,3 +92,55 @@ def check_new(flag: str, path: Path, *, folder: bool = False) -> None:
         raise KVQuantError(
             f"{flag} {path}: cannot be written ({error.strerror}: {where}). Choose another {flag}."
         ) from error
+
+
+def find_model(path: str, revision: str | None = None) -> dict[str, Any]:
+    """Looks for a model before anything is loaded.
+
+    Returns:
+        keywords for every ``from_pretrained``: the revision, and ``local_files_only`` if the hub does not answer.
+    """
+    if path and Path(path).exists():
+        if not Path(path).is_dir():
+            raise KVQuantError(f"{path}: a file, not the folder of a model. Give its folder.")
+        return {"revision": revision}
+    if not _HUB_ID.fullmatch(path):
+        raise KVQuantError(f"{path}: no such folder, and not a hub id ORG/NAME. Check the path.")
+    from huggingface_hub import HfApi, constants
+    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
+
+    problem = "HF_HUB_OFFLINE is set"
+    if not constants.HF_HUB_OFFLINE:
+        try:
+            HfApi().model_info(path, revision=revision, timeout=TIMEOUT)
+            return {"revision": revision}
+        except RevisionNotFoundError:
+            raise KVQuantError(
+                f"--revision {revision}: {path} has no such revision on the hub. Leave it out."
+            ) from None
+        except GatedRepoError as error:
+            raise KVQuantError(
+                f"{path}: gated on the hub ({first_line(error)}). Ask for access, and `hf auth login`."
+            ) from None
+        except RepositoryNotFoundError:
+            problem = "the hub has no model of this name that you may see"
+        except HfHubHTTPError as error:
+            problem = f"the hub answers {first_line(error)}"
+        except Exception as error:  # its type depends on the HTTP library that huggingface_hub uses
+            problem = f"the hub does not answer ({type(error).__name__}: {first_line(error)})"
+    if cached_folder(path, revision) is None:
+        raise KVQuantError(
+            f"{path}: no such folder, not in the hub's cache, and {problem}. Check the name. Without a network: "
+            "download the model where there is one, and give its folder."
+        )
+    return {"revision": revision, "local_files_only": True}
+
+
+def cached_folder(path: str, revision: str | None = None) -> Path | None:
+    """Returns the folder with a model's files on this machine: ``path``, or one in the hub's cache; None if absent."""
+    if Path(path).is_dir():
+        return Path(path)
+    from huggingface_hub import try_to_load_from_cache
+
+    found = try_to_load_from_cache(path, "config.json", revision=revision)
+    return Path(found).parent if isinstance(found, str) else None

@@ -134,7 +134,7 @@ COMMANDS = {
         {
             "--server": (wrong("nonsense", "ftp://127.0.0.1", "http://127.0.0.1:9", "http://127.0.0.1:port"),),
             "--reference-server": (wrong("nonsense"),),
-            "--model": (wrong("{model}"),),
+            "--model": (wrong("{model}"), wrong(NOWHERE, TEXT, "no-such-org/no-model", more="{alone}")),
             "--methods": (wrong("oskar", "none:3", "hadamard@/missing", more="{alone} --model {model}"),),
             "--map": (
                 wrong(NOWHERE, BINARY, more="{alone} --out {tmp}/precise_m.json"),

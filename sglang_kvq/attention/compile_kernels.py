@@ -26,7 +26,7 @@ _SLAB_PAGES = 4
 
 
 def compile_kernels(
-    ops: TritonOps, step_tokens: int = 1, sinks: Sequence[torch.dtype | None] = (None,), scores: bool = False
+    ops: TritonOps, drafts: int = 0, sinks: Sequence[torch.dtype | None] = (None,), scores: bool = False
 ) -> None:
     """Compiles the kernels of all operations, then runs prefills over stored prefixes; only padding is written.
 
@@ -34,26 +34,26 @@ def compile_kernels(
     other. No capture runs a prefill over a stored prefix.
 
     Args:
-        step_tokens: tokens of each request in a step that decodes; more than 1 if drafts are verified.
+        drafts: drafts of each request that a step verifies; 0 without speculative decoding.
         sinks: types of the layers' learned sinks; None for layers without.
         scores: whether prompts score the keys before them.
     """
     kinds = [None if x is None else torch.zeros(ops.q_heads, dtype=x, device=ops.pool.device) for x in sinks]
-    compile_together(partial(_launch_all, ops, step_tokens, kinds, scores))
+    compile_together(partial(_launch_all, ops, drafts, kinds, scores))
     for kind in kinds:
         _run_prefills(ops, kind)
 
 
-def _launch_all(ops: TritonOps, step_tokens: int, kinds: Sequence[torch.Tensor | None], scores: bool) -> None:
+def _launch_all(ops: TritonOps, drafts: int, kinds: Sequence[torch.Tensor | None], scores: bool) -> None:
     layers = [store.layers[0] for store in ops.pool.stores]
     for sinks in kinds:
         _run_prefills(ops, sinks)
-        for requests in _steps(ops, 1):
+        for requests in _steps(ops, 0):
             _decode(ops, [layers[0], *layers], requests, sinks)
-        if step_tokens > 1:
-            ops.reserve_drafts(ops.max_batch, step_tokens)
-            for requests in _steps(ops, step_tokens):
-                _verify(ops, [layers[0], *layers], requests, step_tokens, sinks)
+        if drafts:
+            ops.reserve_drafts(ops.max_batch, drafts)
+            for requests in _steps(ops, drafts):
+                _verify(ops, [layers[0], *layers], requests, drafts, sinks)
     for layer in layers:
         _quantize(ops, layer)
         if scores:

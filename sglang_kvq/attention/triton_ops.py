@@ -173,15 +173,15 @@ class TritonOps(AttentionOps):
             batch = max(batch, 2 * old.batch)  # so that all outgrown ones together take no more than the last one
         self._verifications[count] = Verification(self.pool, self._records, self.q_heads, self._sms, count, batch)
 
-    def step_kind(self, requests: int, drafts: int = 1) -> tuple[int, ...]:
+    def step_kind(self, requests: int, drafts: int) -> tuple[int, ...]:
         """Returns numbers that two batches share if the same compiled kernels serve a step of both.
 
         Args:
-            drafts: tokens of a request in the step; ``reserve_drafts`` was called for more than 1.
+            drafts: drafts of a request that the step verifies, as for ``reserve_drafts``; 0 for a step that decodes.
         """
-        plans = self.plans if drafts == 1 else self._verifications[drafts].plans
+        plans = self._verifications[drafts].plans if drafts else self.plans
         chunks = [items_at_a_time(plan.count(requests), requests) for plan in plans]
-        return next_power_of_2(requests), requests * drafts <= FEW_TOKENS, *chunks
+        return next_power_of_2(requests), requests * max(drafts, 1) <= FEW_TOKENS, *chunks
 
     @contextmanager
     def own_buffers(self) -> Iterator[None]:

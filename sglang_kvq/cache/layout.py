@@ -75,6 +75,14 @@ class KVGeometry:
         return 16 * self.record_bytes / self.slot_bytes
 
 
+class NoRoom(KVQuantError):
+    """The memory does not hold one request's window; ``problem`` is the message without the fix, a server's flag."""
+
+    def __init__(self, problem: str, fix: str) -> None:
+        super().__init__(f"{problem} {fix}")
+        self.problem = problem
+
+
 @dataclass(frozen=True)
 class MemoryLayout:
     """Sizes of the two pools.
@@ -166,7 +174,7 @@ def divide(
         written: tokens that a step writes, 1 or the number of drafts.
 
     Raises:
-        KVQuantError: the BF16 pages cannot hold one request's window.
+        NoRoom: the BF16 pages cannot hold one request's window.
     """
     need, whole = config.pinned_slots(written), config.slots_per_request
     shrinks = need < whole
@@ -184,11 +192,11 @@ def divide(
     requests = (slots - resumes - spare) // need
     if requests < 1:
         one = (need + resumes) * geometry.slot_bytes
-        raise KVQuantError(
+        raise NoRoom(
             f"The KV cache has room for {slots} BF16 pages, but one request needs {need + resumes} "
-            f"({one / 2**20:.0f} MiB: {config.sink_tokens} sink and {config.kept_pages * PAGE_SIZE} recent tokens). "
+            f"({one / 2**20:.0f} MiB: {config.sink_tokens} sink and {config.kept_pages * PAGE_SIZE} recent tokens).",
             f"Raise --kv-quant-bf16-budget (now {config.bf16_share}), --mem-fraction-static or --max-total-tokens, or "
-            "lower --kv-quant-recent."
+            "lower --kv-quant-recent.",
         )
     return MemoryLayout(geometry, pages, slots, requests, min((slots - resumed - spare) // whole, requests))
 
@@ -224,14 +232,14 @@ def share(
         wanted: ``--max-running-requests``; None counts as 8.
 
     Raises:
-        KVQuantError: no page fits beside one request's window.
+        NoRoom: no page fits beside one request's window.
     """
     page, slot = padded(geometry.record_bytes), geometry.slot_bytes
     if pages < 1:
-        raise KVQuantError(
+        raise NoRoom(
             f"The KV cache has room for {budget_bytes // slot} BF16 pages, but one request and its prompt need "
-            f"{windows.needed(1) + 2} ({(windows.needed(1) + 2) * slot / 2**20:.0f} MiB). Raise "
-            "--mem-fraction-static or --max-total-tokens, or lower --kv-quant-recent or --chunked-prefill-size."
+            f"{windows.needed(1) + 2} ({(windows.needed(1) + 2) * slot / 2**20:.0f} MiB).",
+            "Raise --mem-fraction-static or --max-total-tokens, or lower --kv-quant-recent or --chunked-prefill-size.",
         )
     for_pages = -(-(pages + 1) * page // slot)
     affordable = (budget_bytes - pages * geometry.first_bytes) // slot - 1
@@ -252,7 +260,7 @@ def fit_shared(config: KVQuantConfig, geometry: KVGeometry, budget_bytes: int, b
     """Returns the shared layout of a whole budget, equal to a server's if no flag limits tokens or requests.
 
     Raises:
-        KVQuantError: no page fits beside one request's window.
+        NoRoom: no page fits beside one request's window.
     """
     if config.recent_min is None:
         config = replace(config, recent_min=0)
@@ -266,7 +274,7 @@ def fit(config: KVQuantConfig, geometry: KVGeometry, budget_bytes: int) -> Memor
     """Returns the layout of a whole budget, equal to a server's if no flag limits tokens or requests.
 
     Raises:
-        KVQuantError: the BF16 pages cannot hold one request's window.
+        NoRoom: the BF16 pages cannot hold one request's window.
     """
     slots = bf16_slots(config, geometry, budget_bytes)
     left = budget_bytes - reserved_bytes(geometry, slots)

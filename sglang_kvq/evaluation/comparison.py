@@ -11,10 +11,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from sglang_kvq.arguments import check_least, check_new
+from sglang_kvq.arguments import check_least, check_new, find_model
 from sglang_kvq.errors import KVQuantError, unknown
 from sglang_kvq.evaluation import provenance
-from sglang_kvq.evaluation.client import Client, ServerFacts
+from sglang_kvq.evaluation.client import Client, RequestRefused, ServerFacts
 from sglang_kvq.evaluation.files import read, write_json, write_whole
 from sglang_kvq.evaluation.material import Material
 from sglang_kvq.evaluation.progress import Display
@@ -197,7 +197,8 @@ def measure(options: SimpleNamespace, tasks: list[Task], flags: list[str], comma
         The model's name, and a line per method or task that gave no value.
     """
     if options.server:
-        identity, facts = server_identity(options.server, options.name)
+        facts = _facts("--server", Client(options.server))
+        identity = server_identity(facts, options.name)
         path, known_as = facts.model_path, facts.model_path
     else:
         specs, launch, path = specs_of(options, tasks, flags), launch_of(options, flags), options.model
@@ -205,6 +206,11 @@ def measure(options: SimpleNamespace, tasks: list[Task], flags: list[str], comma
     model = options.label or Path(path).name.lower() or "model"
     for task in tasks:
         task.identity()  # refuses files that cannot be read, before the folder exists
+    if options.model and shlex.split(options.server_command)[0] in PYTHON:  # others may see another file system
+        try:
+            find_model(options.model)
+        except KVQuantError as error:
+            raise KVQuantError(f"--model {error}") from None
     store = Store(options.out, options.overwrite, command)
     material = Material(options.out / "material", known_as, options.tokenizer or None)
     with store.locked(), Display() as display:
@@ -221,6 +227,15 @@ def measure(options: SimpleNamespace, tasks: list[Task], flags: list[str], comma
             display.say(f"interrupted; {options.out} has what was measured: the same command continues from there.")
             raise
     return model, runner.failures
+
+
+def _facts(flag: str, client: Client) -> ServerFacts:
+    """Returns a server's facts; refuses one that does not give them."""
+    try:
+        return client.facts
+    except RequestRefused as error:
+        fix = "Set OPENAI_API_KEY to its key" if error.status in (401, 403) else "Give a running SGLang server"
+        raise KVQuantError(f"{flag} {client.url}: {error}. {fix}.") from None
 
 
 def _check_model(options: SimpleNamespace, store: Store, facts: ServerFacts) -> None:
@@ -243,10 +258,9 @@ def _measure_running(options: SimpleNamespace, runner: Runner, identity: dict[st
     for task in wanted:
         if options.reference_server and isinstance(task, ReferenceTask):
             reference = Client(options.reference_server, timeout=options.request_timeout)
-            if reference.facts.method != REFERENCE:
-                raise KVQuantError(
-                    f"--reference-server {options.reference_server} serves {reference.facts.method}, not BF16."
-                )
+            method = _facts("--reference-server", reference).method
+            if method != REFERENCE:
+                raise KVQuantError(f"--reference-server {options.reference_server} serves {method}, not BF16.")
             runner.record_reference(task, reference, Bench(runner.material, options.concurrency))
     runner.material.settle_reference()
     runner.measure(options.server, slug, label, identity, wanted, is_reference=label == REFERENCE)

@@ -242,13 +242,12 @@ def server_record(facts: ServerFacts) -> dict[str, Any]:
     }
 
 
-def server_identity(url: str, label: str) -> tuple[dict[str, Any], ServerFacts]:
+def server_identity(facts: ServerFacts, label: str) -> dict[str, Any]:
     """Returns the settings that determine values, as reported by a server that this program did not start."""
-    facts = Client(url).facts
     record = server_record(facts)
     # Pool sizes depend on the free memory at start; they do not affect values.
     names = ("version", "kv_cache_dtype", "chunk", "method", "allocated_bits")
     fixed = {"model_path": facts.model_path, **{name: record[name] for name in names}}
     kept = ("rotations", "clip_k", "clip_v", "sink_tokens", "recent_tokens", "prefill_window", "seed", "sha256")
     fixed["kv_quant"] = {name: (record["kv_quant"] or {}).get(name) for name in kept}
-    return {"label": label, "server": digest(fixed), "method": record["method"]}, facts
+    return {"label": label, "server": digest(fixed), "method": record["method"]}

@@ -93,7 +93,7 @@ class Row:
 
     Attributes:
         name: ``BF16``, ``FP8`` or a method.
-        bits: allocated bits per element of the history, without BF16 pages.
+        bits: allocated bits per element of the history, without BF16 pages, but with first tokens that are kept.
         setting: ``--kv-quant-bits``; None for the method's default, or without a method.
         budget: ``--kv-quant-bf16-budget``; None without a method, and if records and BF16 pages share the memory.
         tokens, requests: limits of all copies together; ``requests`` None means no limit.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, MutableMapping
-from dataclasses import MISSING, fields
 from typing import Any
 
 from sglang_kvq.config import DEFAULT_BUDGET, KVQuantConfig
@@ -38,7 +37,6 @@ FIELDS = {
 DECODE_GRAPHS, _MEMORY = 1024, 60 * 1024
 #: Paths whose requests are not logged, unless ``--uvicorn-access-log-exclude-prefixes`` names others.
 UNLOGGED = ("/metrics", "/health")
-DEFAULTS = {field.name: field.default for field in fields(KVQuantConfig) if field.default is not MISSING}
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -47,11 +45,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         return
     methods = "; ".join(f"{name}: {get_method(name).summary} ({get_method(name).paper})" for name in METHOD_NAMES)
     group = parser.add_argument_group("KV cache quantization (sglang-kvq)")
-
-    def add(flag: str, **options: Any) -> None:
-        dest = flag[2:].replace("-", "_")
-        default = DEFAULTS.get(FIELDS[dest])
-        group.add_argument(flag, **{"default": default, **options})
+    # Flags that are not given are None, so ``parse_config`` notices typed defaults. KVQuantConfig has the defaults.
+    add = group.add_argument
 
     add(
         "--kv-quant",
@@ -82,13 +77,15 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--kv-quant-sink",
         type=int,
         metavar="TOKENS",
-        help=f"First tokens of a request kept in BF16; a multiple of {PAGE_SIZE}. Default: %(default)s.",
+        help=f"First tokens of a request kept in BF16; a multiple of {PAGE_SIZE}. "
+        f"Default: {KVQuantConfig.sink_tokens}.",
     )
     add(
         "--kv-quant-recent",
         type=int,
         metavar="TOKENS",
-        help=f"Last tokens of a request kept in BF16; a multiple of {PAGE_SIZE}. Default: %(default)s.",
+        help=f"Last tokens of a request kept in BF16; a multiple of {PAGE_SIZE}. "
+        f"Default: {KVQuantConfig.recent_tokens}.",
     )
     add(
         "--kv-quant-recent-min",
@@ -103,7 +100,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         type=int,
         metavar="TOKENS",
         help="Tokens before the recent ones that a prefill reads in BF16 too, as far as their BF16 pages have not been "
-        f"given to others; a multiple of {PAGE_SIZE}. Default: %(default)s.",
+        f"given to others; a multiple of {PAGE_SIZE}. Default: {KVQuantConfig.prefill_window}.",
     )
     add(
         "--kv-quant-group-size",
@@ -157,7 +154,7 @@ def parse_config(values: Mapping[str, Any]) -> KVQuantConfig | None:
     given = {field: values[flag] for flag, field in FIELDS.items() if values.get(flag) is not None}
     if method == "none":
         for flag, field in FIELDS.items():
-            if flag != "kv_quant" and field in given and given[field] != DEFAULTS.get(field):
+            if flag != "kv_quant" and field in given:
                 raise KVQuantError(
                     f"--{flag.replace('_', '-')} has no effect without --kv-quant. Add --kv-quant "
                     f"{{{','.join(METHOD_NAMES)}}} or leave it out."

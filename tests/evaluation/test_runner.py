@@ -266,6 +266,8 @@ def test_a_reference_must_be_bf16(text, tmp_path):
         ("--model m --text nowhere.txt --kl-lengths 1k", "whole numbers"),
         ("--model m --text nowhere.txt --kl-lengths 600", "longer than the first"),
         ("--model m --text nowhere.txt", "nowhere.txt: cannot be read"),
+        ("--model no/such/m --tasks multi_key", "^--model no/such/m: no such folder, and not a hub id"),
+        ("--server http://127.0.0.1:1 --tasks multi_key", "^--server http.*refused.* Give a running SGLang server"),
         ("--report nowhere.json --out x.md", "nowhere.json"),
         ("--model m --text f --gpus 0,,1", "--gpus 0,,1: must name each GPU once"),
         ("--model m --text f --gpus 0,0", "--gpus 0,0: must name each GPU once"),

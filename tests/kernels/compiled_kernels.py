@@ -111,14 +111,14 @@ def decode(ops: TritonOps, requests: int, sinks: torch.Tensor | None) -> None:
         ops.rotate_output(layer, ops.decode(layer, rotated, rows, rows + 1, 0.1, sinks))
 
 
-def verify(ops: TritonOps, requests: int, sinks: torch.Tensor | None) -> None:
-    """Runs a step that verifies drafts."""
+def verify(ops: TritonOps, requests: int, count: int, sinks: torch.Tensor | None) -> None:
+    """Runs a step that verifies ``count`` drafts of each request."""
     rows = zeros(requests)
-    drafts = DraftBatch(rows, rows + DRAFTS, chain(DRAFTS).repeat(requests, 1))  # strided as in ``SeenBuffers``
+    drafts = DraftBatch(rows, rows + count, chain(count).repeat(requests, 1))  # strided as in ``SeenBuffers``
     ops.plan_drafts(drafts)
-    q, k, v = QKV[: requests * DRAFTS].split([Q_HEADS, KV_HEADS, KV_HEADS], 1)
+    q, k, v = QKV[: requests * count].split([Q_HEADS, KV_HEADS, KV_HEADS], 1)
     for layer in range(ops.pool.layers):
-        rotated = ops.rotate_and_store(layer, zeros(requests * DRAFTS), q, k, v)
+        rotated = ops.rotate_and_store(layer, zeros(requests * count), q, k, v)
         ops.verify(layer, rotated, drafts, 0.1, sinks)
 
 
@@ -171,7 +171,8 @@ def main() -> None:
             for folded in (True, False):
                 ops = make_ops(formats, library=library, folded=folded)
                 kind = torch.bfloat16 if library is folded else None
-                compile_kernels(ops, DRAFTS, [kind], scores=True)
+                drafts = DRAFTS if folded else 1  # NGRAM may have 1, the last sampled token
+                compile_kernels(ops, drafts, [kind], scores=True)
                 tiers = TritonTierManager(ops.pool, 1, 4, ops.quantize_slots, ops.restore_pages, 4, 2)
                 tiers._compile()
                 tiers.prepare_folds()
@@ -180,7 +181,7 @@ def main() -> None:
                 draw, sinks = random.Random(3), None if kind is None else torch.zeros(Q_HEADS, dtype=kind)
                 for requests in DECODED:
                     decode(ops, requests, sinks)
-                    verify(ops, requests, sinks)
+                    verify(ops, requests, drafts, sinks)
                 for n in range(90):
                     count = draw.choice(COUNTS)
                     lens = [(draw.choice(PREFIXES[: 1 + n % 6]), draw.choice(NEWS[: 1 + n % 7])) for _ in range(count)]

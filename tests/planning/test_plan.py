@@ -258,6 +258,14 @@ def test_text_has_a_row_each_and_the_command():
     assert shown.splitlines()[-1].startswith("  python -m sglang.launch_server --model-path")
 
 
+def test_bits_of_transform_are_its_records_and_first_tokens():
+    plan = planner("qwen3-8b")
+    row, geometry = plan.row_of("transform", "2.5"), plan._geometry(KVQuantConfig("transform", bits="2.5"))
+    assert geometry.record_bits_per_element <= 2.5 and row.bits == geometry.record_bits_per_element + 1 / 32
+    shown = ask(QWEN3, "--gpu", "h200")[1]
+    assert "transform's have 0.03 for first tokens in BF16" in shown
+
+
 def test_names_are_whole_in_a_narrow_terminal():
     wide = ("--weights", "10", "--tp", "2", "--context", "4K", "--concurrency", "8")
     _, shown = ask(str(MODELS / "gpt-oss-120b"), "--gpu", "l40s", *wide)
@@ -350,8 +358,11 @@ def test_models_that_are_not_served_or_not_known(tmp_path):
         (folder / "config.json").write_text(json.dumps(config | changes))
         with pytest.raises(KVQuantError, match=said):
             ask(str(folder), "--gpu", "h100")
-    with pytest.raises(KVQuantError, match="no such folder"):
+    with pytest.raises(KVQuantError, match=f"^{tmp_path}/nowhere: no such folder"):
         ask(str(tmp_path / "nowhere"), "--gpu", "h100")
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(KVQuantError, match=f"^{tmp_path}: SGLang .* cannot read its config"):
+        ask(str(tmp_path), "--gpu", "h100")
 
 
 def test_gpus_are_known_by_name_or_described():

@@ -22,7 +22,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def test_flags_are_listed_with_their_defaults():
-    text = _parser().format_help()
+    text = " ".join(_parser().format_help().split())
+    for name in ("First", "Last"):
+        default = KVQuantConfig.sink_tokens if name == "First" else KVQuantConfig.recent_tokens
+        assert f"{name} tokens of a request kept in BF16; a multiple of 64. Default: {default}." in text
     for flag in flags.FIELDS:
         assert "--" + flag.replace("_", "-") in text
     for method in METHOD_NAMES:
@@ -76,9 +79,10 @@ def test_no_kv_quant_is_no_config():
     assert flags.parse_config(vars(_parser().parse_args([]))) is None
 
 
-def test_flag_without_kv_quant_is_refused():
-    with pytest.raises(KVQuantError, match="--kv-quant-sink has no effect without --kv-quant"):
-        flags.parse_config(vars(_parser().parse_args(["--kv-quant-sink", "128"])))
+@pytest.mark.parametrize("words", ["--kv-quant-sink 128", "--kv-quant-sink 64", "--kv-quant none --kv-quant-seed 0"])
+def test_flag_without_kv_quant_is_refused(words):
+    with pytest.raises(KVQuantError, match="--kv-quant-(sink|seed) has no effect without --kv-quant"):
+        flags.parse_config(vars(_parser().parse_args(words.split())))
 
 
 @pytest.mark.parametrize("flag", ["--kv-quant-sink", "--kv-quant-recent"])
@@ -217,6 +221,12 @@ def test_yaml_file_is_merged_and_the_command_line_wins(command_line, tmp_path):
     path.write_text("kv-quant: hadamard\nkv-quant-sink: 128\nkv-quant-recent: 512\nkv-quant-clip-k: 0.9\n")
     config = config_of(command_line("--config", str(path), "--kv-quant-recent", "128"))
     assert config == KVQuantConfig("hadamard", sink_tokens=128, recent_tokens=128, clip_k=0.9)
+
+
+def test_default_in_a_yaml_file_without_kv_quant_is_refused(command_line, tmp_path):
+    (tmp_path / "server.yaml").write_text("kv-quant-recent: 256\n")
+    with pytest.raises(SystemExit, match="--kv-quant-recent has no effect without --kv-quant"):
+        command_line("--config", str(tmp_path / "server.yaml"))
 
 
 def test_yaml_file_can_say_none(command_line, tmp_path):

@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 
+from sglang_kvq.arguments import cached_folder, find_model
 from sglang_kvq.cpus import CGROUPS, usable_cpus
 from sglang_kvq.errors import KVQuantError, first_line
 from sglang_kvq.rotations.calibration.eligible import auto_class, check_windows, needs_code
-from sglang_kvq.rotations.calibration.model_files import cached_folder, check_codes, check_files, find_model
+from sglang_kvq.rotations.calibration.model_files import check_codes, check_files
 
 #: Maximum number of weights that a message names.
 _NAMED = 3

@@ -9,11 +9,12 @@ from __future__ import annotations
 import hashlib
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import lru_cache
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from safetensors import SafetensorError
@@ -30,6 +31,7 @@ from sglang_kvq.rotations.storage.schema import (
     TRANSFORM_VERSION,
     RotationConfig,
     dumps,
+    is_of_a_model,
     parse_config,
     plain_tensor,
 )
@@ -94,8 +96,15 @@ def read_rotations(location: str | Path) -> tuple[Rotations, int | None]:
     return rotations, known_heads
 
 
-def save_rotations(rotations: Rotations, folder: str | Path, *, kv_heads: int, overwrite: bool = False) -> None:
-    """Writes ``folder`` in our layout, whole or not at all.
+def save_rotations(
+    rotations: Rotations,
+    folder: str | Path,
+    *,
+    kv_heads: int,
+    overwrite: bool = False,
+    more: Mapping[str, object] = MappingProxyType({}),
+) -> None:
+    """Writes ``folder`` in our layout, whole or not at all. ``more``: further fields of its ``config.json``.
 
     Raises:
         KVQuantError: the rotations are not valid, or the folder exists and ``overwrite`` is False.
@@ -122,6 +131,7 @@ def save_rotations(rotations: Rotations, folder: str | Path, *, kv_heads: int, o
             "granularity": rotations.granularity,
             **meta,
             "sha256": _sha256((temporary / TENSOR_FILE).read_bytes()),
+            **more,
         }
         (temporary / CONFIG_FILE).write_text(dumps(config) + "\n")
 
@@ -135,7 +145,8 @@ def convert_rotations(
         KVQuantError: as ``load_rotations`` and ``save_rotations``; or the number of KV heads is needed and not known,
             or is not the source's.
     """
-    rotations, known_heads = read_rotations(source)
+    place = _resolve(str(source))
+    rotations, known_heads = read_rotations(place)
     if kv_heads is not None and known_heads not in (None, kv_heads):
         raise KVQuantError(
             f"--kv-heads {kv_heads}: {source} is for a model with {known_heads} KV heads. Leave --kv-heads out."
@@ -147,7 +158,10 @@ def convert_rotations(
     heads = kv_heads or known_heads
     if heads is None:
         raise KVQuantError(f"{source}: it does not say how many KV heads the model has. Pass --kv-heads.")
-    save_rotations(rotations, output, kv_heads=heads, overwrite=overwrite)
+    more: Mapping[str, object] = {}
+    if (place / TENSOR_FILE).is_file():  # our layout, so its config.json may hold measurements of these rotations
+        more = parse_config(place / CONFIG_FILE, _read(place / CONFIG_FILE)).model_extra or {}
+    save_rotations(rotations, output, kv_heads=heads, overwrite=overwrite, more=more)
 
 
 @contextmanager
@@ -284,6 +298,8 @@ def _load(place: Path, layers: int | None = None, numbers: LayerNumbers | None =
 def _load_native(folder: Path, names: set[str]) -> tuple[Rotations, int]:
     for name in (TENSOR_FILE, CONFIG_FILE):
         if name not in names:
+            if name == TENSOR_FILE and is_of_a_model(_read(folder / CONFIG_FILE)):
+                raise KVQuantError(f"{folder}: the folder of a model, not of rotations. {_NO_ROTATIONS}")
             raise KVQuantError(
                 f"{folder}: {name} is missing beside its partner. Fetch the folder again. {_NO_ROTATIONS}"
             )

@@ -103,6 +103,17 @@ def parse_config(path: Path, data: bytes) -> RotationConfig:
     return config
 
 
+def is_of_a_model(data: bytes) -> bool:
+    """Returns True if ``data``, the content of a ``config.json``, is that of a model and not of rotations."""
+    try:
+        found = json.loads(data)
+    except ValueError:
+        return False
+    return (
+        isinstance(found, dict) and "format_version" not in found and bool({"model_type", "architectures"} & {*found})
+    )
+
+
 def plain_tensor(where: str, name: str, x: Any, shape: Sequence[int] | None = None) -> torch.Tensor:
     """Returns ``x`` in float32; refuses all but a dense floating-point tensor whose elements are all in its file.
 

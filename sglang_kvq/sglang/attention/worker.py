@@ -178,5 +178,7 @@ def create_ops(
     )
     logger.info("kv-quant compiles kernels that %s lacks; on a new host this takes about half a minute", triton_cache())
     sinks = sink_types(model_runner.model, layer_ids)
-    compile_kernels(ops, compat.step_tokens(model_runner.server_args), sinks, scores)
+    args = model_runner.server_args
+    drafts = compat.step_tokens(args) if compat.resolved(args, "speculative_algorithm") else 0
+    compile_kernels(ops, drafts, sinks, scores)
     return ops

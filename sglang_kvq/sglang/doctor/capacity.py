@@ -8,12 +8,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sglang_kvq.cache.layout import KVGeometry, MemoryLayout, bf16_slots, divide, fit, fit_shared, reserved_bytes
+from sglang_kvq.cache.layout import (
+    KVGeometry,
+    MemoryLayout,
+    NoRoom,
+    bf16_slots,
+    divide,
+    fit,
+    fit_shared,
+    reserved_bytes,
+)
 from sglang_kvq.cache.memory.recurrent_states import SGLANG_RATIO, needs_of, share_states
 from sglang_kvq.cache.memory.windows import STOCK_RATIO, need_of, share_windows, token_bytes
 from sglang_kvq.config import KVQuantConfig
 from sglang_kvq.constants import PAGE_SIZE
-from sglang_kvq.errors import KVQuantError
 from sglang_kvq.releases import NEW_TREE, OLD_TREE
 from sglang_kvq.sglang import compat
 from sglang_kvq.sglang.types import ModelConfig
@@ -81,7 +89,7 @@ def capacity(
         chunk: ``--chunked-prefill-size``.
 
     Raises:
-        KVQuantError: the memory does not hold one request's window.
+        NoRoom: the memory does not hold one request's window.
     """
     plain, _ = plain_capacity(geometry, model, tp, memory)
     if model.is_hybrid_swa:
@@ -120,9 +128,9 @@ def _with_windows(
     slots = bf16_slots(config, geometry, split.bf16_budget)
     left = max(memory - reserved_bytes(geometry, slots), 0)
     if split.tokens <= 0 or left == 0:
-        raise KVQuantError(
-            f"{memory / 2**20:.0f} MiB of KV memory do not hold a single page in addition to the sliding windows. "
-            "Give more memory."
+        raise NoRoom(
+            f"{memory / 2**20:.0f} MiB of KV memory do not hold a single page in addition to the sliding windows.",
+            "Give more memory.",
         )
     pages = int(left / token_bytes(geometry, of_token, split.ratio)) // PAGE_SIZE
     layout = divide(config, geometry, pages=pages, slots=slots)

@@ -16,14 +16,15 @@ from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
 
-from sglang_kvq.cache.layout import KVGeometry
+from sglang_kvq.arguments import find_model
+from sglang_kvq.cache.layout import KVGeometry, NoRoom
 from sglang_kvq.config import KVQuantConfig
 from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.errors import KVQuantError, unknown
 from sglang_kvq.formats.record import RecordFormat
 from sglang_kvq.methods import METHOD_NAMES, RotationKind, get_method
 from sglang_kvq.rotations.calibration.eligible import has_windows, needs_code, why_not
-from sglang_kvq.rotations.calibration.model_files import find_model, weight_files
+from sglang_kvq.rotations.calibration.model_files import check_config, weight_files
 from sglang_kvq.rotations.identity import cached_layers, unapplied_window
 from sglang_kvq.rotations.resolve import locate_rotations, resolve_formats, resolve_rotations
 from sglang_kvq.rotations.storage.registry import HubLocation
@@ -48,6 +49,7 @@ class Request:
     Attributes:
         memory: GiB of each GPU for the KV cache; None means a guess, if there is a GPU.
         tp: number of workers that share the heads.
+        flag: precedes the model in messages; empty where the model is an argument.
     """
 
     model: str
@@ -55,6 +57,7 @@ class Request:
     memory: float | None = None
     tp: int = 1
     trust_remote_code: bool = False
+    flag: str = "--model "
 
     def __post_init__(self) -> None:
         if self.memory is not None and not 0 < self.memory < MOST_MEMORY:
@@ -227,16 +230,16 @@ def read_config(request: Request) -> tuple[ModelConfig, list[str]]:
     """
     from sglang_kvq.sglang.doctor.report import torch_and_gpus
 
+    named = f"{request.flag}{request.model}"
     try:
         version = compat.sglang_version()
     except metadata.PackageNotFoundError:
-        raise KVQuantError(
-            f"--model {request.model}: only SGLang can read its config, and it is not installed here."
-        ) from None
+        raise KVQuantError(f"{named}: only SGLang can read its config, and it is not installed here.") from None
     try:
         find_model(request.model)
+        check_config(Path(request.model))
     except KVQuantError as error:
-        raise KVQuantError(f"--model {error}") from None
+        raise KVQuantError(f"{request.flag}{error}") from None
     torch_and_gpus()  # chooses SGLang's engine
     trusted = ["--trust-remote-code"] if request.trust_remote_code else []
     import torch
@@ -257,7 +260,7 @@ def read_config(request: Request) -> tuple[ModelConfig, list[str]]:
                 raise needs_code(request.model) from None
             text = str(error).strip().partition("\n")[0]
             raise KVQuantError(
-                f"--model {request.model}: SGLang {version} cannot read its config: {text or type(error).__name__}"
+                f"{named}: SGLang {version} cannot read its config: {text or type(error).__name__}"
             ) from None
 
 
@@ -335,7 +338,12 @@ def _count(found: Diagnosis, request: Request, geometry: KVGeometry, model: Mode
         _guess_memory(found, request, model)
     if found.memory is not None:
         chunk = default_chunk(compat.gpu_memory())
-        held = capacity(request.config, geometry, model, request.tp, found.memory, chunk)
+        try:
+            held = capacity(request.config, geometry, model, request.tp, found.memory, chunk)
+        except NoRoom as error:
+            if request.memory is None:
+                raise
+            raise KVQuantError(f"--memory {request.memory:g}: {error.problem} Raise --memory.") from None
         found.tokens_bf16, found.tokens, found.requests = held.tokens_bf16, held.tokens, held.requests
         found.beside = held.beside
 
@@ -413,9 +421,10 @@ def lines(found: Diagnosis, request: Request) -> Iterator[str]:
         yield f"  rotations      {found.rotations or f'none known; first: {found.calibrate}'}{inferred}"
     if found.bytes_bf16 and found.bytes_quantized:
         ratio = found.bytes_bf16 / found.bytes_quantized
+        firsts = "first tokens in BF16 counted, " if get_method(found.method).planes else ""
         yield (
             f"  KV of a token  {found.bytes_bf16:,} bytes in BF16, {found.bytes_quantized:,.0f} with --kv-quant "
-            f"{found.method} ({ratio:.2f}x less), windows not counted"
+            f"{found.method} ({ratio:.2f}x less), {firsts}windows not counted"
         )
     if found.tokens is not None and found.memory is not None:
         yield (

@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from sglang_kvq.errors import KVQuantError
+from sglang_kvq.interruption import interruptible
 from sglang_kvq.releases import SUPPORTED
 from sglang_kvq.sglang import compat, hooks
 from sglang_kvq.sglang.doctor import host as doctor_host
@@ -28,7 +29,9 @@ def diagnose() -> Iterator[tuple[str, bool, str]]:
     """Runs every check, also after failures; yields its name, whether it passed, and its result in words."""
     for name, check in CHECKS.items():
         try:
-            yield name, True, check()
+            with interruptible():
+                found = check()
+            yield name, True, found
         except Exception as error:  # this command must report every kind of failure of a broken environment
             known = isinstance(error, (Failed, KVQuantError))
             yield name, False, str(error) if known else f"{type(error).__name__}: {error}"

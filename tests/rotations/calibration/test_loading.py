@@ -10,10 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from sglang_kvq import arguments
+from sglang_kvq.arguments import cached_folder, find_model
 from sglang_kvq.errors import KVQuantError
-from sglang_kvq.rotations.calibration import model_files
 from sglang_kvq.rotations.calibration.hf_model import embedding_rows, load_config, load_model, tokenize
-from sglang_kvq.rotations.calibration.model_files import find_model
 from tests.rotations.helpers import tiny_model_folder
 
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:" + "0" * 64 + "\nsize 1234567\n"
@@ -149,6 +149,17 @@ def test_a_config_that_is_no_json(folder):
     refused(folder, "config.json: not JSON .*Fetch it again")
 
 
+@pytest.mark.parametrize("text", ["[]", "3", "null", '"llama"'])
+def test_a_config_that_is_no_object(folder, text):
+    (folder / "config.json").write_text(text)
+    refused(folder, "config.json: .*, not a JSON object of a model's settings. Fetch it again")
+
+
+def test_a_file_that_loading_does_not_read_may_hold_anything(folder):
+    (folder / "prompts.json").write_text('{"prompt": 1}\n{"prompt": 2}\n')
+    load_model(str(folder), device="cpu")
+
+
 def test_a_shard_that_is_missing(folder):
     index = {"metadata": {}, "weight_map": dict.fromkeys(("a", "b"), "model-00001-of-00002.safetensors")}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
@@ -212,7 +223,7 @@ def test_token_ids_beyond_the_embedding(folder):
 def asks_the_hub(monkeypatch, endpoint):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", endpoint)
-    monkeypatch.setattr(model_files, "TIMEOUT", 0.5)
+    monkeypatch.setattr(arguments, "TIMEOUT", 0.5)
 
 
 @pytest.mark.parametrize("answers", ["nothing", "refuses"])
@@ -255,4 +266,4 @@ def test_a_cached_model_is_taken_while_the_hub_does_not_answer(monkeypatch, tmp_
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     asks_the_hub(monkeypatch, "http://127.0.0.1:9")
     assert find_model("org/tiny")["local_files_only"]
-    assert model_files.cached_folder("org/tiny") == snapshot
+    assert cached_folder("org/tiny") == snapshot

@@ -387,6 +387,21 @@ def test_the_published_layout_has_no_place_for_transform_coding(tmp_path):
     assert torch.equal(copied.o, original.o) and copied.meta.importance == original.meta.importance
 
 
+def test_conversion_keeps_what_was_measured(tmp_path):
+    save_rotations(random_transform(), tmp_path / "r", kv_heads=2)
+    config = json.loads((tmp_path / "r" / CONFIG_FILE).read_text())
+    (tmp_path / "r" / CONFIG_FILE).write_text(json.dumps({**config, "divergence": {"budgets": [1.5]}}))
+    convert_rotations(tmp_path / "r", tmp_path / "copy", to="safetensors")
+    copied = json.loads((tmp_path / "copy" / CONFIG_FILE).read_text())
+    assert copied == {**config, "divergence": {"budgets": [1.5]}}
+
+
+def test_the_folder_of_a_model_is_called_so(tmp_path):
+    (tmp_path / CONFIG_FILE).write_text('{"model_type": "llama", "architectures": ["LlamaForCausalLM"]}')
+    with pytest.raises(KVQuantError, match=f"^{tmp_path}: the folder of a model, not of rotations. Make them with"):
+        load_rotations(tmp_path, **GEOMETRY)
+
+
 def test_float32_rounding_is_orthogonal_enough(published):
     rotations = random_rotations(heads=1)
     save_published(replace(rotations, k=rotations.k + 1e-6), published)

@@ -1,9 +1,11 @@
 """``kvq doctor`` passes where the tests run, and names each thing that a test breaks."""
 
+import contextlib
 import itertools
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -47,6 +49,26 @@ def test_everything_is_in_order_here():
     assert status == 0, shown
     assert len(shown) == len(doctor.CHECKS) + 1
     assert all(line.startswith("ok ") for line in shown[:-1]) and "all 13 checks passed" in shown[-1]
+
+
+def an_enum_is_made():
+    """Python 3.11 turns the exception into a RuntimeError."""
+    named = type("Named", (), {"__set_name__": lambda *_: signal.raise_signal(signal.SIGINT)})
+    type("Some", (), {"member": named()})
+
+
+def a_library_catches_everything():
+    with contextlib.suppress(BaseException):
+        signal.raise_signal(signal.SIGINT)
+    return "all is well"
+
+
+@pytest.mark.parametrize("check", [an_enum_is_made, a_library_catches_everything])
+def test_an_interruption_that_a_check_hides_ends_the_command(monkeypatch, check):
+    monkeypatch.setattr(doctor, "CHECKS", {"interrupted": check, "next": lambda: "reached"})
+    with pytest.raises(KeyboardInterrupt):
+        list(doctor.diagnose())
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_json_says_the_same(monkeypatch):

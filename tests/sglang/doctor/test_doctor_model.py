@@ -109,6 +109,8 @@ def test_rotations_of_the_zoo_are_named(model_folder):
     assert planes["rotations"].endswith("smollm2-135m-instruct-transform")
     assert planes["bytes_quantized"] * 8 / (2 * 30 * 3 * 64) <= 1.6 + 1 / 32, "first tokens come on top"
     assert "--kv-quant-bits 1.6" in planes["command"]
+    shown = [ask(model_folder(**SMOLLM2), "--method", method)[1] for method in ("transform", "oscar")]
+    assert ["first tokens in BF16 counted" in "\n".join(text) for text in shown] == [True, False]
 
 
 def test_missing_rotations_name_the_command(model_folder):
@@ -188,6 +190,9 @@ def test_config_that_cannot_be_read_is_one_line(tmp_path):
         ask("nowhere/model")
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(KVQuantError, match="cannot read its config"):
+        ask(str(tmp_path))
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(KVQuantError, match=rf"^--model {tmp_path}/config.json: \[\], not a JSON object"):
         ask(str(tmp_path))
 
 
@@ -297,6 +302,12 @@ def test_method_that_is_none_of_ours(method):
 def test_wrong_options(argv):
     with pytest.raises(KVQuantError, match=argv[1]):
         ask(QWEN3, *argv)
+
+
+@pytest.mark.parametrize("name", ["qwen3-8b", "gpt-oss-120b", "qwen3-next-80b-a3b"])
+def test_memory_without_room_for_a_window(name):
+    with pytest.raises(KVQuantError, match=r"^--memory 0.0001: .* Raise --memory\.$"):
+        ask(str(ROOT / "benchmarks" / "models" / name), "--memory", "0.0001")
 
 
 @pytest.mark.parametrize(
