@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import shutil
 import sys
@@ -206,7 +207,7 @@ def measure(options: SimpleNamespace, tasks: list[Task], flags: list[str], comma
     model = options.label or Path(path).name.lower() or "model"
     for task in tasks:
         task.identity()  # refuses files that cannot be read, before the folder exists
-    if options.model and shlex.split(options.server_command)[0] in PYTHON:  # others may see another file system
+    if options.model and _is_here_or_on_the_hub(options):
         try:
             find_model(options.model)
         except KVQuantError as error:
@@ -227,6 +228,13 @@ def measure(options: SimpleNamespace, tasks: list[Task], flags: list[str], comma
             display.say(f"interrupted; {options.out} has what was measured: the same command continues from there.")
             raise
     return model, runner.failures
+
+
+def _is_here_or_on_the_hub(options: SimpleNamespace) -> bool:
+    """Returns False if SGLang may find the model where ``find_model`` does not look."""
+    elsewhere = "://" in options.model or os.environ.get("SGLANG_USE_MODELSCOPE", "").lower() in ("true", "1")
+    in_container = shlex.split(options.server_command)[0] not in PYTHON
+    return not (elsewhere or in_container or Path(options.model).is_file())
 
 
 def _facts(flag: str, client: Client) -> ServerFacts:

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 from sglang_kvq.errors import KVQuantError
+from sglang_kvq.evaluation import comparison
 from sglang_kvq.evaluation.comparison import launch_of
 from tests.evaluation.conftest import main
 from tests.evaluation.fake_server import FakeServer
@@ -296,3 +297,16 @@ def test_wrong_command_lines(given, message, tmp_path, monkeypatch):
     with pytest.raises(KVQuantError, match=message):
         main(["--out", "x", *given.split()])
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("model", ["s3://bucket/model", "model.gguf", "org/of-modelscope"])
+def test_a_model_that_only_sglang_finds_is_left_to_it(model, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("model.gguf").write_text("")
+    monkeypatch.setenv("SGLANG_USE_MODELSCOPE", "true" if "modelscope" in model else "")
+    asked = []
+    monkeypatch.setattr(comparison, "find_model", lambda name: asked.append(name))
+    monkeypatch.setattr(comparison, "Store", lambda *_: pytest.fail("found"))
+    with pytest.raises(pytest.fail.Exception, match="found"):
+        main(["--out", "x", "--model", model, "--tasks", "multi_key"])
+    assert not asked
