@@ -171,7 +171,7 @@ class KVQuantConfig:
 
     def within(self, context: int) -> KVQuantConfig:
         """Returns this configuration with sinks and a recent window that a request of ``context`` tokens can fill."""
-        most = (-(-context // PAGE_SIZE) + 1) * PAGE_SIZE  # one page more, for drafts beyond the context
+        most = (-(-max(context, 0) // PAGE_SIZE) + 1) * PAGE_SIZE  # one page more, for drafts beyond the context
         recent_min = None if self.recent_min is None else min(self.recent_min, most)
         return replace(
             self,
