@@ -23,6 +23,7 @@ from launch import demo_episodes
 from launch import model as small_model
 from launch.progress import StepFailed, step
 from launch.server import Server, ServerError
+from sglang_kvq.methods import METHOD_NAMES
 
 SHORT = "How many days are in a week?"
 #: Longer than the BF16 windows (64 + 256 tokens by default), so most of it is read back from 2 bits.
@@ -116,7 +117,7 @@ def run(options: argparse.Namespace, console: Console) -> None:
         same = kvq.kv_quant.get("bf16_tokens_same_memory")
         memory = ["--mem-fraction-static", "0.3"] if cpu else []
         limit = ["--max-total-tokens", str(same)] if same else []
-        plain_server = Server(model, "--kv-quant", "none", *memory, *limit, *options.flags, cpu=cpu)
+        plain_server = Server(model, "--kv-quant", "none", *memory, *limit, *without_ours(options.flags), cpu=cpu)
         servers.callback(plain_server.stop)
         start(plain_server, "BF16, as many tokens as fit in the same memory")
         with step("asking it the same"):
@@ -127,6 +128,17 @@ def run(options: argparse.Namespace, console: Console) -> None:
         console.print(table(options.method, plain, kvq))
         if options.serve:
             wait(kvq_server, console)
+
+
+def without_ours(flags: list[str]) -> list[str]:
+    """Returns the flags that a plain server takes too: all but ``--kv-quant-…``, each of which has one value."""
+    kept, ours = [], False
+    for word in flags:
+        if word.startswith("--"):
+            ours = word.startswith("--kv-quant-")
+        if not ours:
+            kept.append(word)
+    return kept
 
 
 def wait(server: Server, console: Console) -> None:
@@ -156,9 +168,11 @@ def main() -> None:
         action="store_true",
         help="compare a long conversation, of which each request reads only a part, with the full cache",
     )
-    parser.add_argument("--method", default="oscar", help="value of --kv-quant (default: %(default)s)")
+    parser.add_argument(
+        "--method", choices=METHOD_NAMES, default="oscar", help="value of --kv-quant (default: %(default)s)"
+    )
     parser.add_argument("--model", help="folder or hub name (default: SmolLM2-135M-Instruct, fetched once)")
-    parser.add_argument("flags", nargs="*", help="after --: more SGLang flags, for both servers")
+    parser.add_argument("flags", nargs="*", help="after --: more flags; --kv-quant-… for one server, SGLang's for both")
     options = parser.parse_args()
     console = Console()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # unwinds like Ctrl-C, so that servers stop

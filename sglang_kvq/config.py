@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
 
 from sglang_kvq.constants import PAGE_SIZE
@@ -168,6 +168,17 @@ class KVQuantConfig:
         """Returns how many BF16 slots a running request never loses, if its steps write ``written`` tokens."""
         filled = 1 + -(-(written - 1) // PAGE_SIZE)
         return min(self.sink_pages + self.kept_pages + filled, self.slots_per_request)
+
+    def within(self, context: int) -> KVQuantConfig:
+        """Returns this configuration with sinks and a recent window that a request of ``context`` tokens can fill."""
+        most = (-(-max(context, 0) // PAGE_SIZE) + 1) * PAGE_SIZE  # one page more, for drafts beyond the context
+        recent_min = None if self.recent_min is None else min(self.recent_min, most)
+        return replace(
+            self,
+            sink_tokens=min(self.sink_tokens, most),
+            recent_tokens=min(self.recent_tokens, most),
+            recent_min=recent_min,
+        )
 
     def describe(self) -> str:
         """Returns one line for logs, with the method and every field that differs from its default."""

@@ -26,7 +26,7 @@ from sglang_kvq.sglang.attention.drafts import BRANCHING, DRAFT_DTYPES, SERVED, 
 from sglang_kvq.sglang.disaggregation import checks as transfers
 from sglang_kvq.sglang.hicache import checks as hicache_checks
 from sglang_kvq.sglang.memory import stages
-from sglang_kvq.sglang.runtime import CLI_ATTRIBUTE, config_of, logger
+from sglang_kvq.sglang.runtime import CLI_ATTRIBUTE, attach, config_of, logger
 from sglang_kvq.sglang.types import Configurator, ModelConfig, ServerArgs
 
 
@@ -208,6 +208,24 @@ def after_check_server_args(result: None, server_args: ServerArgs) -> None:
         if getattr(server_args, CLI_ATTRIBUTE, False):
             raise SystemExit(f"sglang-kvq: {error}") from None
         raise
+    limit_windows(server_args, config)
+
+
+def limit_windows(server_args: ServerArgs, config: KVQuantConfig) -> None:
+    """Shortens sinks and recent windows that exceed the longest request; memory is reserved for whole windows."""
+    context = compat.model_config(server_args).context_len
+    limited = config.within(context)
+    if limited != config:
+        logger.info(
+            "kv-quant: a request has at most %d tokens, so windows of %d sink and %d recent tokens serve like those of "
+            "--kv-quant-sink %d --kv-quant-recent %d",
+            context,
+            limited.sink_tokens,
+            limited.recent_tokens,
+            config.sink_tokens,
+            config.recent_tokens,
+        )
+        attach(limited, server_args)
 
 
 def check_resolved(server_args: ServerArgs, config: KVQuantConfig) -> None:

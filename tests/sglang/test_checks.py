@@ -10,7 +10,7 @@ from sglang_kvq.cache.pool import PagePool
 from sglang_kvq.config import KVQuantConfig
 from sglang_kvq.errors import KVQuantError, typed
 from sglang_kvq.sglang import checks, compat
-from sglang_kvq.sglang.runtime import CONFIG_ATTRIBUTE
+from sglang_kvq.sglang.runtime import CONFIG_ATTRIBUTE, config_of
 from tests.sglang.conftest import LLAMA
 
 CONFIG = KVQuantConfig("hadamard")
@@ -311,6 +311,15 @@ def _resolved(server_args):
 
 def test_last_check_passes_a_plain_model(applied, command_line):
     checks.after_check_server_args(None, _resolved(command_line("--kv-quant", "hadamard")))
+
+
+def test_windows_beyond_the_context_take_no_memory(applied, command_line):
+    """A scheduler would reserve BF16 pages for windows that no request can fill."""
+    flags = ("--kv-quant-recent", "1000000", "--kv-quant-recent-min", "640000", "--context-length", "2000")
+    args = _resolved(command_line("--kv-quant", "hadamard", *flags))
+    checks.after_check_server_args(None, args)
+    config = config_of(args)
+    assert (config.sink_tokens, config.recent_tokens, config.recent_min) == (64, 2112, 2112)
 
 
 def test_mixed_batches_are_refused_where_they_were_not_tried(applied, command_line, monkeypatch):

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from sglang_kvq.constants import PAGE_SIZE
-from sglang_kvq.errors import KVQuantError
+from sglang_kvq.errors import KVQuantError, typed
 from sglang_kvq.sessions.config import EpisodicConfig
 from sglang_kvq.sglang import compat
 from sglang_kvq.sglang.types import ModelConfig, ServerArgs
@@ -33,7 +33,7 @@ def check(server_args: ServerArgs, model: ModelConfig, config: EpisodicConfig) -
         KVQuantError: lists every refused setting and property.
     """
     found = [
-        f"--{field.replace('_', '-')} {value}: {why}."
+        f"{typed(field, value)}: {why}."
         for field, allowed, why in REFUSED
         if (value := compat.resolved(server_args, field, allowed[0])) not in allowed
     ]

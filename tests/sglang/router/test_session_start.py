@@ -102,13 +102,16 @@ def test_the_embedder_is_loaded_at_start(command_line, loaded):
     [
         (("--tokenizer-worker-num", "2"), "--tokenizer-worker-num 2: sessions are kept in one process"),
         (("--dp-size", "2"), "--dp-size 2: a session's history would be in another worker's cache"),
-        (("--disable-radix-cache",), "--disable-radix-cache True: histories are kept in the prefix cache"),
-        (("--skip-tokenizer-init",), "--skip-tokenizer-init True: questions and histories are compared as text"),
+        (("--disable-radix-cache",), "--disable-radix-cache: histories are kept in the prefix cache"),
+        (("--skip-tokenizer-init",), "--skip-tokenizer-init: questions and histories are compared as text"),
         (
             (*NGRAM, "--speculative-ngram-max-bfs-breadth", "1"),
             "--speculative-algorithm NGRAM: the positions of drafts are not moved yet",
         ),
-        (("--enable-lora", "--max-lora-rank", "8", "--lora-target-modules", "q_proj"), "--enable-lora True"),
+        (
+            ("--enable-lora", "--max-lora-rank", "8", "--lora-target-modules", "q_proj"),
+            "--enable-lora: pages of an adapter",
+        ),
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else "",
 )
