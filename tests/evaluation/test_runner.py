@@ -305,7 +305,7 @@ def test_a_model_that_only_sglang_finds_is_left_to_it(model, tmp_path, monkeypat
     Path("model.gguf").write_text("")
     monkeypatch.setenv("SGLANG_USE_MODELSCOPE", "true" if "modelscope" in model else "")
     asked = []
-    monkeypatch.setattr(comparison, "find_model", lambda name: asked.append(name))
+    monkeypatch.setattr(comparison, "find_model", asked.append)
     monkeypatch.setattr(comparison, "Store", lambda *_: pytest.fail("found"))
     with pytest.raises(pytest.fail.Exception, match="found"):
         main(["--out", "x", "--model", model, "--tasks", "multi_key"])
