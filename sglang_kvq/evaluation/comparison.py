@@ -234,7 +234,7 @@ def _is_here_or_on_the_hub(options: SimpleNamespace) -> bool:
     """Returns False if SGLang may find the model where ``find_model`` does not look."""
     elsewhere = "://" in options.model or os.environ.get("SGLANG_USE_MODELSCOPE", "").lower() in ("true", "1")
     in_container = shlex.split(options.server_command)[0] not in PYTHON
-    return not (elsewhere or in_container or Path(options.model).is_file())
+    return not (elsewhere or in_container or options.model.endswith(".gguf"))
 
 
 def _facts(flag: str, client: Client) -> ServerFacts:

@@ -350,7 +350,7 @@ def test_requests_that_arrived_are_events_in_order(worker):
     seam.after_prebuilt(None, None, None)
     assert not state.tiers.pending
     seam.after_prebuilt(batch, None, None)
-    arrived = list(state.tiers.pending.drain(torch.device("cpu")))
+    arrived = list(iter(lambda: state.tiers.pending.take_fill(pool.device), None))
     assert [int(event.rows) for event in arrived] == [1, 2]
     assert [len(event.pages) for event in arrived] == [1, 2], "whole pages after what was cached here"
     empty, scheduler = SimpleNamespace(reqs=[], seq_lens_cpu=torch.tensor([])), SimpleNamespace(forward_stream="layers")
