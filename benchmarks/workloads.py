@@ -39,7 +39,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -68,15 +68,15 @@ EACH = ("output_tokens_per_s", "ttft_p50_ms", "ttft_p99_ms")
 Row = dict[str, Any]
 
 
-def settings(workload: Workload, setup: servers.Setup, repeat: int = 1) -> Row:
+def settings(workload: Workload, setup: servers.Setup) -> Row:
     """Returns the settings that must be equal for two rows of a scenario to be the same measurement."""
     flags = [*setup.shared, *(f"plain: {flag}" for flag in setup.plain)]
-    more = {"repeat": repeat} if repeat > 1 else {}
+    more = {"repeat": workload.repeat} if workload.repeat > 1 else {}
     return {"loads": [asdict(load) for load in workload.loads], "limit": workload.seconds, "flags": flags, **more}
 
 
 def missing(
-    out: Path, spec: MethodSpec, workloads: Sequence[Workload], setup: servers.Setup, again: bool, repeat: int = 1
+    out: Path, spec: MethodSpec, workloads: Sequence[Workload], setup: servers.Setup, again: bool
 ) -> list[Workload]:
     """Returns a method's workloads that have no row in the file.
 
@@ -90,7 +90,7 @@ def missing(
         row = None if again else found.get(name)
         if row is None:
             wanted.append(workload)
-        elif row["settings"] != settings(workload, setup, repeat):
+        elif row["settings"] != settings(workload, setup):
             raise KVQuantError(f"--out {out}: its row {name!r} has other settings. Give --again, or another file.")
         else:
             print(f"{name}: kept, measured at commit {row.get('commit', 'of the file')[:10]}", flush=True)
@@ -98,13 +98,7 @@ def missing(
 
 
 def measure(
-    running: Server,
-    spec: MethodSpec,
-    workload: Workload,
-    setup: servers.Setup,
-    tokenizer: Path,
-    folder: Path,
-    repeat: int = 1,
+    running: Server, spec: MethodSpec, workload: Workload, setup: servers.Setup, tokenizer: Path, folder: Path
 ) -> Row:
     """Returns one row.
 
@@ -113,12 +107,12 @@ def measure(
     """
     begin, turns = len(running.log()), []
     with Sampler(running.url) as sampler:
-        for turn in range(repeat):
+        for turn in range(workload.repeat):
             running.drain()
             loads = workload.arguments(turn)
             turns.append(stock.run(loads, running.url, tokenizer, workload.seconds, folder / workload.name))
     figures = measurements(workload, one_after_another(turns))
-    if repeat > 1:
+    if workload.repeat > 1:
         each = [measurements(workload, turn) for turn in turns]
         figures["each"] = {name: [one[name] for one in each] for name in EACH}
     if sampler.errors or "running" not in sampler.most:
@@ -140,7 +134,7 @@ def measure(
         **sampler.most,
         **servers.facts(running, spec),
         **({"late_kernels": late} if late else {}),
-        "settings": settings(workload, setup, repeat),
+        "settings": settings(workload, setup),
     }
 
 
@@ -187,16 +181,17 @@ def main() -> None:
         return
     try:
         known = TINY if args.tiny else WORKLOADS
-        workloads = chosen(args.workloads or ",".join(known), known, args.seconds)
+        if args.repeat < 1:
+            raise KVQuantError(f"--repeat {args.repeat}: it must be at least 1.")
+        found = chosen(args.workloads or ",".join(known), known, args.seconds)
+        workloads = [replace(workload, repeat=args.repeat) for workload in found]
         specs = servers.specs_of(args.methods)
         memory = () if args.cpu else ("--mem-fraction-static", args.mem_fraction_static)
         plain = ("--attention-backend", args.plain_backend) if args.plain_backend else ()
         setup = servers.Setup(args.model, args.layers, (*memory, *flags), plain, args.kv_quant_recent_min, args.cpu)
-        jobs = [(spec, missing(args.out, spec, workloads, setup, args.again, args.repeat)) for spec in specs]
+        jobs = [(spec, missing(args.out, spec, workloads, setup, args.again)) for spec in specs]
     except KVQuantError as error:
         parser.error(str(error))
-    if args.repeat < 1:
-        parser.error(f"--repeat {args.repeat}: it must be at least 1.")
     deadline = begin + 60 * args.minutes
     with tempfile.TemporaryDirectory() as temporary:
         folder = args.logs or Path(temporary)
@@ -234,7 +229,7 @@ def serve(
     label = servers.label(spec, setup)
 
     def fits(workload: Workload, more: float = 0.0) -> bool:
-        return time.monotonic() + args.repeat * (workload.seconds + BESIDES) + more < deadline
+        return time.monotonic() + workload.repeat * (workload.seconds + BESIDES) + more < deadline
 
     left = [f"{workload.name} of {label}" for workload in wanted]
     if not any(fits(workload, STARTING) for workload in wanted):
@@ -258,7 +253,7 @@ def serve(
                 if not fits(workload):
                     continue
                 try:
-                    row = measure(running, spec, workload, setup, tokenizer, folder, args.repeat)
+                    row = measure(running, spec, workload, setup, tokenizer, folder)
                 except (KVQuantError, ServerError) as error:
                     failed(f"{workload.name} of {label}: {error}")
                     running.check_alive()

@@ -72,6 +72,7 @@ class Workload:
         title: name in tables.
         seconds: time limit; the measurement ends then, whatever is left.
         ttft, tpot: limits of goodput, in milliseconds.
+        repeat: times to measure it, each with other prompts.
     """
 
     name: str
@@ -80,6 +81,7 @@ class Workload:
     seconds: float
     ttft: float
     tpot: float = 50.0
+    repeat: int = 1
 
     @property
     def longest(self) -> int:

@@ -23,7 +23,7 @@ from sglang_kvq.evaluation.report import plots
 from sglang_kvq.evaluation.report.page import page, section
 from sglang_kvq.evaluation.report.results import collect, collect_map, write
 from sglang_kvq.evaluation.report.rows import is_map
-from sglang_kvq.evaluation.runner import Runner, server_identity, server_record
+from sglang_kvq.evaluation.runner import Runner, server_identity, server_record, whole_identity
 from sglang_kvq.evaluation.servers import PYTHON, Launch
 from sglang_kvq.evaluation.specs import (
     CHUNK,
@@ -260,9 +260,9 @@ def _check_model(options: SimpleNamespace, store: Store, facts: ServerFacts) -> 
 
 def _measure_running(options: SimpleNamespace, runner: Runner, identity: dict[str, Any], label: str) -> None:
     slug = MethodSpec(label, REFERENCE).slug
-    wanted = [task for task in runner.tasks if not runner.finished(slug, identity, task)]
-    planned = {(slug, task.name): {**identity, "task": task.identity()} for task in runner.tasks}
-    common_settings(runner.store.methods(), planned)
+    whole = {task.name: whole_identity(identity, task) for task in runner.tasks}
+    wanted = [task for task in runner.tasks if not runner.store.finished(slug, task.name, whole[task.name])]
+    common_settings(runner.store.methods(), {(slug, name): one for name, one in whole.items()})
     for task in wanted:
         if options.reference_server and isinstance(task, ReferenceTask):
             reference = Client(options.reference_server, timeout=options.request_timeout)

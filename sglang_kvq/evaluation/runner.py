@@ -69,8 +69,9 @@ class Runner:
         for spec in sorted(specs, key=lambda spec: spec.is_reference):
             identity = launch.identity(spec)
             tasks = [task for task in self.tasks if _sees_cache(task, spec)]
-            open_tasks = [task for task in tasks if not self.finished(spec.slug, identity, task)]
-            planned |= {(spec.slug, task.name): {**identity, "task": task.identity()} for task in tasks}
+            whole = {task.name: whole_identity(identity, task) for task in tasks}
+            open_tasks = [task for task in tasks if not self.store.finished(spec.slug, task.name, whole[task.name])]
+            planned |= {(spec.slug, name): one for name, one in whole.items()}
             if spec.is_reference and not self.material.has("reference"):
                 open_tasks = [task for task in tasks if task in open_tasks or task.name in compared]
             compared |= {task.name for task in open_tasks if isinstance(task, ReferenceTask)}
@@ -169,7 +170,7 @@ class Runner:
                 if retries:
                     outcome.warnings.append(f"{retries} requests sent again after their connection failed")
                 source = dict(zip(("commit", "dirty"), provenance.commit()))
-                self.store.save(slug, task.name, {**identity, "task": task.identity()}, outcome, source)
+                self.store.save(slug, task.name, whole_identity(identity, task), outcome, source)
             except Exception as error:  # any error is recorded, and the other tasks and methods continue
                 if self._stop.is_set():
                     return
@@ -199,10 +200,6 @@ class Runner:
         settled = self.material.reference_settled.is_set()
         ready = (i for i, task in enumerate(waiting) if settled or not isinstance(task, ReferenceTask))
         return next(ready, 0)
-
-    def finished(self, slug: str, identity: dict[str, Any], task: Task) -> bool:
-        """Returns whether a task was measured with these settings; raises the errors of ``Store.finished``."""
-        return self.store.finished(slug, task.name, {**identity, "task": task.identity()})
 
     def _server_failed(self, spec: MethodSpec, reason: str, log: str) -> None:
         message = provenance.without_paths(reason)
@@ -240,6 +237,11 @@ def server_record(facts: ServerFacts) -> dict[str, Any]:
         "seed": kv_quant.get("seed"),
         "device_name": provenance.device_name(facts.device),
     }
+
+
+def whole_identity(identity: dict[str, Any], task: Task) -> dict[str, Any]:
+    """Returns the settings that determine a task's value: those of its server, ``identity``, and its own."""
+    return {**identity, "task": task.identity()}
 
 
 def server_identity(facts: ServerFacts, label: str) -> dict[str, Any]:

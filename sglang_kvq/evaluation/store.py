@@ -90,10 +90,10 @@ class Store:
 
     def save_server(self, slug: str, facts: dict[str, Any]) -> None:
         write_json(self.runs(slug) / "server.json", facts)
-        (self.runs(slug) / "server.error.json").unlink(missing_ok=True)
+        self.forget_failure(slug)
 
     def forget_failure(self, slug: str) -> None:
-        """Forgets that a method's server failed, once all of its tasks are measured."""
+        """Forgets that a method's server failed, once it runs or all of its tasks are measured."""
         (self.runs(slug) / "server.error.json").unlink(missing_ok=True)
 
     def methods(self) -> dict[str, dict[str, dict[str, Any]]]:
