@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import requests
 
@@ -24,7 +25,8 @@ class Client:
     def post(self, path: str, **body) -> requests.Response:
         return requests.post(f"{self.url}{path}", json=body, timeout=600)
 
-    def generate(self, ids: list[int], tokens: int = 1, **options) -> dict:
+    def generate(self, ids: list, tokens: int = 1, **options) -> Any:
+        """Returns SGLang's answer to one prompt of token ids, or a list of answers to a list of prompts."""
         body = {"input_ids": ids, "sampling_params": {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}}
         response = self.post("/generate", **body, **options)
         assert response.status_code == 200, response.text
