@@ -57,7 +57,8 @@ def prefill_batch(server_args: ServerArgs) -> int:
 
 def step_tokens(server_args: ServerArgs) -> int:
     """Returns how many tokens a decode step writes for each request: one, or the number of drafts."""
-    return int(resolved(server_args, "speculative_num_draft_tokens") or 1)
+    drafts = resolved(server_args, "speculative_algorithm") and resolved(server_args, "speculative_num_draft_tokens")
+    return int(drafts or 1)
 
 
 def typed(server_args: ServerArgs, field: str) -> bool:

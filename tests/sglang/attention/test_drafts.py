@@ -96,6 +96,13 @@ def test_what_is_refused(flags, text, monkeypatch):
     drafts.check_speculation(SimpleNamespace(speculative_algorithm=None, **flags), CONFIG, PLAIN)
 
 
+@pytest.mark.parametrize(("algorithm", "drafts", "written"), [("NGRAM", 4, 4), (None, 4, 1), (None, None, 1)])
+def test_a_step_writes_drafts_only_if_there_are_drafts(algorithm, drafts, written, monkeypatch):
+    monkeypatch.setattr(compat, "resolved", lambda sa, field, default=None: getattr(sa, field, default))
+    args = SimpleNamespace(speculative_algorithm=algorithm, speculative_num_draft_tokens=drafts)
+    assert compat.step_tokens(args) == written
+
+
 @pytest.mark.parametrize("field", drafts.AS_A_CHAIN)
 def test_drafts_that_branch_are_not_verified_as_a_chain(field, monkeypatch):
     monkeypatch.setattr(compat, "resolved", lambda sa, field, default=None: getattr(sa, field, default))

@@ -92,6 +92,7 @@ def kvc(draft_layers: int = 0, **changes):
                 disable_overlap_schedule=False,
                 disable_radix_cache=False,
                 kv_cache_dtype="auto",
+                speculative_algorithm=None,
                 speculative_num_draft_tokens=None,
                 speculative_draft_model_path=None,
                 speculative_draft_kv_cache_dtype=None,
@@ -211,7 +212,7 @@ def test_a_draft_model_is_priced_by_itself(configured, monkeypatch):
     from sglang_kvq.sglang.memory import window_sizes
 
     draft_bytes = 3 * BF16 // LAYERS  # per token: three layers of the target's heads
-    settings = dict(max_running_requests=16, speculative_num_draft_tokens=4)
+    settings = dict(max_running_requests=16, speculative_algorithm="EAGLE", speculative_num_draft_tokens=4)
     sizes = configured(draft_layers=3, **settings).calculate_pool_sizes(60 * GB, PAGE_SIZE)
     state = runtime.current()
     assert sizes.swa_max_total_num_tokens == pytest.approx(16 * (127 + 512 + 134 + 4 * 192) + 2 * 8192, rel=0.02)
