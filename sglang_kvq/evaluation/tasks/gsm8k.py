@@ -38,29 +38,38 @@ class GSM8KTask:
     def __post_init__(self) -> None:
         if self.shots and self.train is None:
             raise KVQuantError(f"--gsm8k-shots {self.shots} needs --gsm8k-train FILE. Or give --gsm8k-shots 0.")
+        self._read()  # refuses broken files before any server runs
 
     def identity(self) -> dict[str, Any]:
         settings = settings_of(self, leave_out=["path"])
         # Without worked examples, their file does not affect the value.
         return {**file_identity(self.path), **settings, "train": settings["train"] if self.shots else None}
 
-    def run(self, client: Client, bench: Bench) -> Outcome:
-        problems = read_json_lines(self.path, ("question", "answer"))[: self.problems or None]
+    def _read(self) -> tuple[list[tuple[str, Decimal]], list[dict[str, Any]]]:
+        """Returns the questions with the numbers that answer them, and the worked examples."""
+        problems = []
+        for problem in read_json_lines(self.path, ("question", "answer"))[: self.problems or None]:
+            if (wanted := final_number(problem["answer"])) is None:
+                raise KVQuantError(f"{self.path.name}: an answer without a number: {problem['answer'][-60:]!r}")
+            problems.append((problem["question"], wanted))
         examples: list[dict[str, Any]] = []
         if self.shots and self.train:
             examples = read_json_lines(self.train, ("question", "answer"))[: self.shots]
         if len(examples) < self.shots:
             raise KVQuantError(f"{self.train}: {len(examples)} problems, but --gsm8k-shots is {self.shots}.")
+        return problems, examples
+
+    def run(self, client: Client, bench: Bench) -> Outcome:
+        problems, examples = self._read()
         style = client.style(self.style)
 
-        def solve(problem: dict[str, Any]) -> dict[str, Any]:
+        def solve(problem: tuple[str, Decimal]) -> dict[str, Any]:
+            question, wanted = problem
             if style == "chat":
-                answer = client.chat(conversation(examples, problem["question"]), self.max_tokens)
+                answer = client.chat(conversation(examples, question), self.max_tokens)
             else:
-                answer = client.complete(document(examples, problem["question"]), self.max_tokens, ["\nQuestion:"])
-            found, wanted = final_number(answer.text), final_number(problem["answer"])
-            if wanted is None:
-                raise KVQuantError(f"{self.path.name}: an answer without a number: {problem['answer'][-60:]!r}")
+                answer = client.complete(document(examples, question), self.max_tokens, ["\nQuestion:"])
+            found = final_number(answer.text)
             return {
                 "passed": found == wanted,
                 "found": None if found is None else f"{found:f}",

@@ -39,14 +39,20 @@ class HumanEvalTask:
     allow_unsandboxed: bool = False
     name: str = "humaneval"
 
+    def __post_init__(self) -> None:
+        """Refuses a broken file, and a host without a sandbox, before any server runs."""
+        sandbox.require(self.allow_unsandboxed)
+        self._read()
+
     def identity(self) -> dict[str, Any]:
         return {**file_identity(self.path), **settings_of(self, leave_out=("path", "allow_unsandboxed"))}
 
+    def _read(self) -> list[dict[str, Any]]:
+        return read_json_lines(self.path, ("task_id", "prompt", "entry_point", "test"))[: self.problems or None]
+
     def run(self, client: Client, bench: Bench) -> Outcome:
         warning = sandbox.require(self.allow_unsandboxed)
-        problems = read_json_lines(self.path, ("task_id", "prompt", "entry_point", "test"))
-        problems = problems[: self.problems or None]
-        style = client.style(self.style)
+        problems, style = self._read(), client.style(self.style)
 
         def solve(problem: dict[str, Any]) -> dict[str, Any]:
             if style == "chat":

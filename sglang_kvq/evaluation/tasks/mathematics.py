@@ -48,17 +48,19 @@ class MathTask:
     def __post_init__(self) -> None:
         if self.path is None and self.problems > MOST:
             raise KVQuantError(f"--math-problems {self.problems}: at most {MOST} are generated. Or give --math FILE.")
+        self._read()  # refuses a broken file before any server runs
 
     def identity(self) -> dict[str, Any]:
         source = file_identity(self.path) if self.path else {"file": None}
         return {**source, **settings_of(self, leave_out=["path", *(["seed"] if self.path else [])])}
 
-    def run(self, client: Client, bench: Bench) -> Outcome:
+    def _read(self) -> list[dict[str, Any]]:
         if self.path:
-            problems = read_json_lines(self.path, ("problem", "answer"))[: self.problems or None]
-        else:
-            problems = make(self.seed, self.problems or GENERATED)
-        style = client.style(self.style)
+            return read_json_lines(self.path, ("problem", "answer"))[: self.problems or None]
+        return make(self.seed, self.problems or GENERATED)
+
+    def run(self, client: Client, bench: Bench) -> Outcome:
+        problems, style = self._read(), client.style(self.style)
 
         def solve(problem: dict[str, Any]) -> dict[str, Any]:
             if style == "chat":
@@ -68,7 +70,7 @@ class MathTask:
                 answer = client.complete(text, self.max_tokens, ["\nProblem:"])
             found = final_answer(answer.text)
             return {
-                "passed": found is not None and same(found, str(problem["answer"])),
+                "passed": found is not None and same(found, problem["answer"]),
                 "found": found,
                 "wanted": problem["answer"],
                 "complete": answer.complete,

@@ -46,10 +46,10 @@ def answer_lengths(column: str, asked: Sequence[dict[str, Any]]) -> dict[str, fl
 
 
 def read_json_lines(path: Path, fields: tuple[str, ...]) -> list[dict[str, Any]]:
-    """Reads the objects of a .jsonl file, which may be gzipped.
+    """Reads the objects of a .jsonl file, which may be gzipped. A number in one of ``fields`` becomes text.
 
     Raises:
-        KVQuantError: the file is not readable or empty, or a line lacks one of ``fields``.
+        KVQuantError: the file is not readable or empty, or one of ``fields`` is missing or neither text nor a number.
     """
     try:
         data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
@@ -59,8 +59,9 @@ def read_json_lines(path: Path, fields: tuple[str, ...]) -> list[dict[str, Any]]
             f"{path}: not readable as JSON lines ({error}). Give a file of one JSON object a line."
         ) from error
     for number, one in enumerate(objects, 1):
-        if not isinstance(one, dict) or any(name not in one for name in fields):
-            raise KVQuantError(f"{path}: object {number} lacks one of the fields {', '.join(fields)}.")
+        if not isinstance(one, dict) or not all(isinstance(one.get(name), str | int | float) for name in fields):
+            raise KVQuantError(f"{path}: object {number} lacks text in one of the fields {', '.join(fields)}.")
+        one.update((name, str(one[name])) for name in fields)
     if not objects:
         raise KVQuantError(f"{path}: no objects in it.")
     return objects

@@ -21,6 +21,7 @@ from sglang_kvq.evaluation.tasks.base import short
 from sglang_kvq.evaluation.tasks.gsm8k import GSM8KTask, conversation, document, final_number
 from sglang_kvq.evaluation.tasks.humaneval import HumanEvalTask, extract
 from sglang_kvq.evaluation.tasks.kl import KLTask
+from sglang_kvq.evaluation.tasks.mathematics import MathTask
 from sglang_kvq.evaluation.tasks.needle import Needle, NeedleTask
 from sglang_kvq.evaluation.tasks.problems import answer_lengths, read_json_lines
 from tests.conftest import ROOT
@@ -235,11 +236,33 @@ def test_extraction(answer, code):
 
 
 @pytest.mark.parametrize("content", [b"", b"{}\n", b"not json\n"])
-def test_unusable_problem_files(tmp_path, bench, content):
+@pytest.mark.parametrize("task", [HumanEvalTask, MathTask, lambda path: GSM8KTask(path, shots=0)])
+def test_unusable_problem_files_are_refused_before_a_server_runs(tmp_path, content, task):
     path = tmp_path / "problems.jsonl"
     path.write_bytes(content)
-    with FakeServer() as server, pytest.raises(KVQuantError, match="problems.jsonl"):
-        HumanEvalTask(path).run(Client(server.url), bench)
+    with pytest.raises(KVQuantError, match="problems.jsonl"):
+        task(path)
+
+
+@pytest.mark.parametrize("answer", [None, ["#### 5"], "#### none"])
+def test_unusable_answers_are_refused_before_a_server_runs(tmp_path, answer):
+    path = tmp_path / "problems.jsonl"
+    path.write_text(json.dumps({"question": "How many?", "answer": answer}))
+    with pytest.raises(KVQuantError, match="problems.jsonl: (object 1 lacks text|an answer without a number: .*none)"):
+        GSM8KTask(path, shots=0)
+
+
+def test_a_host_without_a_sandbox_is_refused_before_a_server_runs(humaneval, monkeypatch):
+    monkeypatch.setattr(sandbox, "walls", lambda: sandbox.Walls(None, ("user namespaces are forbidden",)))
+    with pytest.raises(KVQuantError, match="cannot be sandboxed here .user namespaces are forbidden"):
+        HumanEvalTask(humaneval)
+    HumanEvalTask(humaneval, allow_unsandboxed=True)
+
+
+def test_a_number_counts_as_text(tmp_path):
+    path = tmp_path / "problems.jsonl"
+    path.write_text('{"problem": "How many?", "answer": 204}')
+    assert read_json_lines(path, ("problem", "answer")) == [{"problem": "How many?", "answer": "204"}]
 
 
 @pytest.mark.parametrize("mark", ["\u2028", "\u2029", "\u0085"], ids=ascii)
