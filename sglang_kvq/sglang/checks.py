@@ -415,13 +415,14 @@ def check_query_heads(model: ModelConfig, workers: int) -> None:
     Raises:
         KVQuantError: says how many workers can serve the model.
     """
+    heads: int = model.num_attention_heads
 
     def group(workers: int) -> float:
-        heads: int = model.num_attention_heads
         return heads / workers / int(model.get_num_kv_heads(workers))
 
     if group(workers) > MAX_GQA_GROUP:
-        enough = next(n for n in (2**i for i in range(20)) if group(n) <= MAX_GQA_GROUP)
+        fitting = [n for n in range(1, heads + 1) if group(n) <= MAX_GQA_GROUP and _indivisible(model, n) is None]
+        enough = min(fitting, key=lambda n: (n & (n - 1) > 0, n))  # powers of two first: they divide other sizes too
         raise KVQuantError(
             f"{model.model_path} has {group(workers):g} query heads per KV head, and the kernels support at most "
             f"{MAX_GQA_GROUP}. Add --tp {enough}, or serve it without --kv-quant."

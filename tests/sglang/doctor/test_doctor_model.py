@@ -161,9 +161,14 @@ def test_an_inferred_folder_is_called_so(model_folder, folder, inferred):
         (dict(architectures=["Gemma3ForCausalLM"], model_type="gemma3_text"), "sliding windows", "a pool of their own"),
         (dict(head_dim=80), "heads of 80 elements", None),
         (dict(num_attention_heads=64, num_key_value_heads=1), "64 query heads per KV head.*Add --tp 4", None),
+        (
+            dict(num_attention_heads=42, num_key_value_heads=2, hidden_size=2688),
+            "21 query heads per KV head.*Add --tp 6",
+            None,
+        ),
         (dict(architectures=["SomethingElse"]), "SGLang has no class", None),
     ],
-    ids=["by the table", "by the config", "size", "group", "unknown"],
+    ids=["by the table", "by the config", "size", "group", "group of odd heads", "unknown"],
 )
 def test_model_that_is_refused(model_folder, changes, why, lift):
     model = model_folder(**changes)
@@ -175,9 +180,10 @@ def test_model_that_is_refused(model_folder, changes, why, lift):
     assert (found["lift"] is None) == (lift is None) and (lift is None or lift in shown[1])
 
 
-def test_more_workers_make_room_for_many_query_heads(model_folder):
-    model = model_folder(num_attention_heads=64, num_key_value_heads=1)
-    assert ask(model, "--tp", "4")[0] == 0
+@pytest.mark.parametrize(("heads", "kv_heads", "tp"), [(64, 1, 4), (42, 2, 6)])
+def test_more_workers_make_room_for_many_query_heads(model_folder, heads, kv_heads, tp):
+    model = model_folder(num_attention_heads=heads, num_key_value_heads=kv_heads, hidden_size=64 * heads)
+    assert ask(model, "--tp", str(tp))[0] == 0
 
 
 def test_other_dtype_names_the_flag(model_folder):
