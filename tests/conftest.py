@@ -58,6 +58,14 @@ def leave_at_once(session: pytest.Session) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     pairs.everything |= config.getoption("--all")
+    if importlib.util.find_spec("hypothesis"):  # a GPU host may have none
+        from hypothesis import HealthCheck, settings
+
+        # Neither a busy machine nor luck decides whether a change passes; ``--all`` draws examples anew.
+        more = {} if pairs.everything else {"derandomize": True}
+        slow = [HealthCheck.too_slow]
+        settings.register_profile("tests", deadline=None, database=None, suppress_health_check=slow, **more)
+        settings.load_profile("tests")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -23,23 +23,25 @@ class Display:
         self._bars = Progress(*columns, console=self._console, disable=not self._console.is_terminal)
         self._rows: dict[str, TaskID] = {}
         self._ended = threading.Event()
+        self._reminder = threading.Thread(target=self._remind, daemon=True)
 
     def __enter__(self) -> Display:
         self._bars.start()
         if self._bars.disable:
-            threading.Thread(target=self._remind, daemon=True).start()
+            self._reminder.start()
         return self
 
     def __exit__(self, *exc: object) -> None:
         self._ended.set()
+        if self._bars.disable:
+            self._reminder.join()
         self._bars.stop()
 
     def _remind(self) -> None:
         while not self._ended.wait(EVERY):
-            with self._lock:
-                rows = self._bars.tasks
-            for row in rows:
-                self.say(row.description + (f": {row.completed:g} of {row.total:g}" if row.total else ""))
+            with self._lock:  # also while it prints, so that no line follows the end of its method
+                for row in self._bars.tasks:
+                    self.say(row.description + (f": {row.completed:g} of {row.total:g}" if row.total else ""))
 
     def say(self, text: str) -> None:
         """Prints a line that stays."""

@@ -69,7 +69,7 @@ def test_the_decode_server_answers_and_the_prefill_server_knows_what_was_cached(
 def test_who_leaves_a_stream_leaves_both(pair):
     with pair.stream("/generate", {"input_ids": [1]}) as response:
         assert response.readline() == b"data\n"
-    assert pair.prefill.closed.wait(5) and pair.decode.closed.is_set()
+    assert pair.prefill.closed.wait(120) and pair.decode.closed.wait(120)
     pair.request("/abort_request", {"rid": "x"})
     assert pair.prefill.asked[-1] == pair.decode.asked[-1] == ("/abort_request", {"rid": "x"})
 
@@ -91,16 +91,16 @@ def test_who_leaves_a_server_that_says_nothing_does_not_wait_for_it(pair):
         address, opened = f"http://127.0.0.1:{listening.getsockname()[1]}/", threading.Event()
 
         def stream(path, asked, timeout, headers):
-            response = urllib.request.urlopen(address, timeout=30)
+            response = urllib.request.urlopen(address, timeout=600)
             opened.set()
             return response
 
         pair.prefill.stream = stream
         begin = time.monotonic()
         with pair.stream("/generate", {"input_ids": [1]}):
-            assert opened.wait(10)
+            assert opened.wait(120)
             time.sleep(0.2)  # now its reader waits for a line
-        assert time.monotonic() - begin < 10 and gone.wait(10)
+        assert time.monotonic() - begin < 300 and gone.wait(120)
 
 
 def test_what_either_holds_is_told(pair, monkeypatch):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -31,6 +33,21 @@ class Client:
         response = self.post("/generate", **body, **options)
         assert response.status_code == 200, response.text
         return response.json()
+
+    def stream(self, ids: list[int], tokens: int, **options) -> Iterator[dict]:
+        """Yields the chunks of SGLang's answer; the request runs when the first has come, and ends with the iterator.
+
+        Raises:
+            AssertionError: the server refused the request, or sent an error.
+        """
+        params = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
+        body = {"input_ids": ids, "sampling_params": params, "stream": True, **options}
+        with requests.post(f"{self.url}/generate", json=body, stream=True, timeout=600) as response:
+            assert response.status_code == 200, response.text
+            for line in response.iter_lines():
+                assert b'"error"' not in line, line
+                if line and line != b"data: [DONE]":
+                    yield json.loads(line.removeprefix(b"data: "))
 
     def token_logprobs(self, ids: list[int], tokens: int = 1) -> list[float]:
         """Returns the log-probability of each prompt token after the first, then of each generated one."""

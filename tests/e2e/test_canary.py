@@ -14,7 +14,7 @@ import pytest
 import requests
 from sglang.test.kv_canary.violation_log_utils import assert_no_violation_in_log, find_violation_in_log
 
-from tests.e2e.client import Client, together
+from tests.e2e.client import Client
 from tests.e2e.conftest import ON_GPU
 
 FLAGS = ("--kv-quant", "hadamard", "--kv-quant-recent", "64", "--kv-canary", "raise", "--kv-canary-sweep-interval", "8")
@@ -59,7 +59,7 @@ def test_turns_prefixes_and_aborts_raise_nothing(canary):
     again = client.generate(base + first["output_ids"] + [5, 6, 7], 6)
     assert again["meta_info"]["cached_tokens"] >= 128
     # In a batch of two cold requests with a common prefix, one row is pointed to the other's pages.
-    together([lambda n=n: client.generate(list(range(1000, 1000 + n)), 6) for n in (150, 300)])
+    client.generate([list(range(1000, 1000 + n)) for n in (150, 300)], 6)
     with requests.post(
         f"{client.url}/generate",
         stream=True,

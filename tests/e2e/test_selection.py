@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 import time
 from dataclasses import replace
 
@@ -181,12 +182,15 @@ def test_without_room_a_selection_waits(small, model, text):
     small.generate(history)
     selection, ended = Selection(tuple(history), None, (0, 2, 5, 9, 13)), {}
 
+    running = threading.Event()
+
     def other() -> None:
-        small.generate(text[100:250], 80)
+        for _ in small.stream(text[100:250], 80):
+            running.set()
         ended["other"] = time.monotonic()
 
     def chosen() -> dict:
-        time.sleep(1.0)
+        assert running.wait(300)
         meta = ask(small, selection, tail)
         ended["chosen"] = time.monotonic()
         return meta

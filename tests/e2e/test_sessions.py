@@ -380,7 +380,9 @@ def test_other_bad_requests(client, text):
 @pytest.fixture
 def small(servers, words):
     """Returns a client of a server with a pool of 27 pages, in which two requests run at once."""
-    client = Sessions(serve(servers, words, "--max-total-tokens", str(27 * P), "--max-running-requests", "2"))
+    # Metrics are written with each log line of decoding.
+    flags = ("--max-total-tokens", str(27 * P), "--max-running-requests", "2", "--decode-log-interval", "4")
+    client = Sessions(serve(servers, words, *flags))
     client.flush()
     return client
 
@@ -401,13 +403,23 @@ def test_a_pool_too_small_for_history_and_copies_reads_the_prompt_whole(small, m
 def test_an_abort_in_the_queue_is_sglangs_own(small, text, stream):
     """SGLang itself ends an aborted request, without a session or with a history that waits to be computed."""
 
+    def waits_for(running: int, waiting: int) -> None:
+        deadline, names = time.monotonic() + 300, ("sglang:num_running_reqs{", "sglang:num_queue_reqs{")
+        while True:
+            lines = requests.get(f"{small.url}/metrics", timeout=300).text.splitlines()
+            found = [sum(float(line.rsplit(" ")[-1]) for line in lines if line.startswith(name)) for name in names]
+            if found == [running, waiting]:
+                return
+            assert time.monotonic() < deadline, found
+            time.sleep(0.05)
+
     def blocked(session: str | None):
-        time.sleep(1.5)
+        waits_for(2, int(session is not None))
         response = small.send(text[:1000], session, 4, rid=f"abort-{session}-{stream}", stream=stream)
         return streamed(response)[-1] if stream else response.json()
 
     def abort() -> None:
-        time.sleep(4)
+        waits_for(2, 2)
         for rid in (f"abort-None-{stream}", f"abort-queued-{stream}", "busy-0", "busy-300"):
             small.post("/abort_request", rid=rid)
             time.sleep(0.5)

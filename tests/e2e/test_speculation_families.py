@@ -21,7 +21,7 @@ from benchmarks.tiny_models import MODELS
 from benchmarks.tiny_server import TinyServer, body
 from sglang_kvq.releases import OLD_TREE
 from sglang_kvq.sglang import compat
-from tests.e2e.conftest import ON_GPU
+from tests.e2e.conftest import ON_GPU, READY
 from tests.e2e.test_serving import PRESSED
 from tests.e2e.test_speculation import NGRAM, TIE, kernels
 from tests.gpu.families import ROUNDING
@@ -56,7 +56,7 @@ def said(request, plugins, tmp_path_factory) -> Iterator[dict]:
     drafting = NGRAM if way == "ngram" else flags(way, write_echo(folder))
     more = [*FLAGS, *drafting, *(SERVER_FLAGS if model.is_hybrid else ())]
     server = TinyServer(model.write(folder), more, cpu=not ON_GPU, log=folder / "log", env=env)
-    server.start()
+    server.start(READY)
     try:
         yield ask(server)
     finally:

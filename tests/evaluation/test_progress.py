@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
 from sglang_kvq.evaluation import progress
@@ -9,19 +10,57 @@ from sglang_kvq.evaluation import progress
 
 def test_a_task_that_takes_long_says_so_again(monkeypatch, capsys):
     monkeypatch.setattr(progress, "EVERY", 0.05)
+    said: list[str] = []
+
+    def wait_for(line: str, times: int) -> None:
+        """Waits until a line was printed so often; the display may need long on a busy machine."""
+        deadline = time.monotonic() + 120
+        while said.count(line) < times:
+            assert time.monotonic() < deadline, said
+            time.sleep(0.01)
+            said.extend(line.partition("] ")[2] for line in capsys.readouterr().err.splitlines())
+
     with progress.Display() as display:
         display.status("oscar", "starting its server")
-        time.sleep(0.2)
+        wait_for("oscar: starting its server", 3)
         display.status("oscar", "humaneval")
         display.counter("oscar", "humaneval")(40, 164)
-        time.sleep(0.2)
+        wait_for("oscar: humaneval: 40 of 164", 2)
         display.status("oscar", "gsm8k")
-        time.sleep(0.2)
+        wait_for("oscar: gsm8k", 3)
         display.finish("oscar")
-        time.sleep(0.1)
-        said = [line.partition("] ")[2] for line in capsys.readouterr().err.splitlines()]
+        capsys.readouterr()
         time.sleep(0.2)
     assert capsys.readouterr().err == "", "nothing runs"
-    assert said.count("oscar: starting its server") >= 3
-    assert said.count("oscar: humaneval") == 1 and said.count("oscar: humaneval: 40 of 164") >= 2
-    assert said.count("oscar: gsm8k") >= 3
+    later = said[said.index("oscar: humaneval: 40 of 164") :]
+    assert "oscar: humaneval" not in later, "the count is repeated, not the name"
+
+
+def test_nothing_is_said_of_a_method_that_has_ended(monkeypatch, capsys):
+    """A reminder that has begun is printed before the method ends, and none after the display has ended."""
+    monkeypatch.setattr(progress, "EVERY", 0.01)
+    began, go, say = threading.Event(), threading.Event(), progress.Display.say
+
+    def slowly(self, text: str) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            began.set()
+            go.wait(0.5)
+        say(self, text)
+
+    monkeypatch.setattr(progress.Display, "say", slowly)
+    with progress.Display() as display:
+        display.status("oscar", "gsm8k")
+        assert began.wait(120)
+        display.finish("oscar")
+        capsys.readouterr()
+        go.set()
+        time.sleep(0.2)
+        assert capsys.readouterr().err == "", "a line after its end"
+        display.status("oscar", "gsm8k")
+        began.clear()
+        go.clear()
+        assert began.wait(120)
+    capsys.readouterr()
+    go.set()
+    time.sleep(0.2)
+    assert capsys.readouterr().err == "", "a line after the display's end"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import secrets
 import signal
 import subprocess
 import sys
@@ -25,7 +26,7 @@ FAKE = f"{sys.executable} {Path(__file__).with_name('fake_server.py')}"
 
 
 def words(text: Path, out: Path, *more: str, command: str = FAKE, model: str | Path = "models/Fake-1B") -> list[str]:
-    settings = f"--model {model} --text {text} {SMALL} --kl-top 16 --start-timeout 60 --out {out}".split()
+    settings = f"--model {model} --text {text} {SMALL} --kl-top 16 --start-timeout 300 --out {out}".split()
     return [*settings, "--server-command", command, *more]
 
 
@@ -50,9 +51,8 @@ def test_methods_are_compared_and_a_second_run_does_nothing(text, tmp_path, caps
     assert (found["none"]["allocated_bits"], oscar["allocated_bits"], oscar["pool_bits"]) == (16, 2.5, 2.9)
     assert oscar["needle_16k"] is None and oscar["calibration"] == "wiki"
     before = {path: path.stat().st_mtime_ns for path in out.glob("runs/*/kl.json")}
-    begin = time.monotonic()
+    # "false" fails as a server, so none is started.
     assert main(words(text, out, "--methods", "hadamard,oscar,int2", command="false")) == 0
-    assert time.monotonic() - begin < 5
     assert before == {path: path.stat().st_mtime_ns for path in out.glob("runs/*/kl.json")}
     assert "already measured" in capsys.readouterr().err
 
@@ -82,8 +82,10 @@ def test_a_server_that_crashes_costs_only_its_method(text, tmp_path, monkeypatch
 
 @pytest.mark.parametrize(("number", "status"), few([(signal.SIGTERM, 143), (signal.SIGINT, 130)], 1))
 def test_an_interrupted_run_stops_its_servers_and_goes_on_later(number, status, text, tmp_path):
-    out = tmp_path / "out"
-    command = [sys.executable, "-m", "sglang_kvq.cli", "eval", *words(text, out, "--methods", "oscar,hadamard")]
+    # The model's name is this run's own: another run may test the same at this moment.
+    out, model = tmp_path / "out", f"models/{secrets.token_hex(5)}"
+    asked = words(text, out, "--methods", "oscar,hadamard", model=model)
+    command = [sys.executable, "-m", "sglang_kvq.cli", "eval", *asked]
     run = subprocess.Popen(
         [*command, "--", "--hang", "hadamard"],
         stderr=subprocess.PIPE,
@@ -94,6 +96,7 @@ def test_an_interrupted_run_stops_its_servers_and_goes_on_later(number, status, 
     for line in run.stderr:
         if "hadamard: kl" in line:
             break
+    assert servers_of(model), "its server runs"
     run.send_signal(number)
     assert (
         run.communicate(timeout=200)[1]
@@ -101,9 +104,13 @@ def test_an_interrupted_run_stops_its_servers_and_goes_on_later(number, status, 
         .endswith(f"interrupted; {out} has what was measured: the same command continues from there.")
     )
     assert run.returncode == status
-    shown = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
-    assert not [line for line in shown.splitlines() if "fake_server.py" in line and "--hang" in line]
+    assert not servers_of(model)
     assert (out / "runs/oscar/kl.json").exists() and not list(out.glob("runs/hadamard/kl*.json"))
+
+
+def servers_of(model: str) -> list[str]:
+    shown = subprocess.run(["ps", "-ww", "-eo", "args"], capture_output=True, text=True, check=True).stdout
+    return [line for line in shown.splitlines() if "fake_server.py" in line and f"--model-path {model}" in line]
 
 
 def test_without_its_reference_kl_is_not_measured(text, tmp_path):

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import secrets
 import shutil
 import subprocess
 import sys
@@ -22,7 +23,8 @@ from sglang_kvq.evaluation import sandbox
 from sglang_kvq.evaluation.sandbox.filter import instructions
 from tests.evaluation.sandbox import hostile
 
-LIMITS = sandbox.Limits(cpu_seconds=1, wall_seconds=10, memory_bytes=256 << 20)
+#: Beside other work, a program may wait long for its second of the processor.
+LIMITS = sandbox.Limits(cpu_seconds=1, wall_seconds=120, memory_bytes=256 << 20)
 REPOSITORY = Path(__file__).resolve().parents[3]
 NOBODY = 65534
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
@@ -100,8 +102,8 @@ def test_fails_and_says_why(program, reason):
 
 def test_waiting_ends_with_the_wall_clock():
     begin = time.monotonic()
-    verdict = sandbox.run("import time; time.sleep(60)", sandbox.Limits(wall_seconds=2))
-    assert not verdict.passed and "timeout: 2 s" in verdict.reason and time.monotonic() - begin < 8
+    verdict = sandbox.run("import time; time.sleep(600)", sandbox.Limits(wall_seconds=2))
+    assert not verdict.passed and "timeout: 2 s" in verdict.reason and time.monotonic() - begin < 300
 
 
 @pytest.mark.parametrize("folder", ["/root", "/tmp", "/var/tmp", "/dev/shm", str(Path(__file__).parent)])
@@ -131,24 +133,41 @@ def test_processes_are_counted_for_each_program_alone():
 
 def test_fork_bomb_ends():
     """A fork bomb runs out of processes or time, and leaves nothing behind."""
-    begin = time.monotonic()
+    begin, mark = time.monotonic(), Mark()
     bomb = "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass"
-    assert not sandbox.run(bomb, sandbox.Limits(cpu_seconds=1, wall_seconds=4)).passed
-    assert time.monotonic() - begin < 20
-    assert left_over() == []
+    assert not sandbox.run(mark.program + bomb, sandbox.Limits(cpu_seconds=1, wall_seconds=4)).passed
+    assert time.monotonic() - begin < 300
+    mark.assert_gone()
 
 
 def test_a_daemon_does_not_outlive_its_program():
+    mark = Mark()
     daemon = "import os, time\nif os.fork() == 0:\n    os.setsid()\n    time.sleep(1000)\n"
-    sandbox.run(daemon, LIMITS)
-    assert left_over() == []
+    assert sandbox.run(mark.program + daemon, LIMITS).passed
+    mark.assert_gone()
 
 
-def left_over() -> list[str]:
-    """Returns processes that still run a sandboxed program."""
-    time.sleep(0.3)
-    shown = subprocess.run(["ps", "-eo", "pid,args"], capture_output=True, text=True, check=True).stdout
-    return [line for line in shown.splitlines() if "-I program.py" in line]
+class Mark:
+    """A name for a program's processes, by which they differ from those that another test runs at this moment."""
+
+    def __init__(self) -> None:
+        self.name = f"kvq-{secrets.token_hex(5)}"
+        self.program = f"import ctypes\nctypes.CDLL(None).prctl(15, {self.name.encode()})\n"  # PR_SET_NAME
+
+    def processes(self) -> list[str]:
+        shown = subprocess.run(["ps", "-eo", "pid,comm"], capture_output=True, text=True, check=True).stdout
+        return [line for line in shown.splitlines() if self.name in line]
+
+    def assert_gone(self) -> None:
+        """Asserts that the processes end soon after the sandbox has killed them, and that one would have been seen."""
+        deadline = time.monotonic() + 60
+        while left := self.processes():
+            assert time.monotonic() < deadline, left
+            time.sleep(0.05)
+        command = [sys.executable, "-I", "-c", f"{self.program}print(flush=True); input()"]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as control:
+            control.stdout.readline()
+            assert len(self.processes()) == 1
 
 
 def test_nothing_else_is_there_and_nothing_but_tmp_can_be_written():
@@ -170,14 +189,21 @@ def test_nothing_else_is_there_and_nothing_but_tmp_can_be_written():
     assert sandbox.run(textwrap.dedent(walk)) == sandbox.Verdict(True)
 
 
-def test_nothing_of_a_run_remains():
-    def state():
-        mounts = Path("/proc/self/mountinfo").read_text(encoding="utf-8")
-        return mounts, sorted(Path("/tmp").glob("kvq-*"))
+def test_nothing_of_a_run_remains(tmp_path, monkeypatch):
+    """The folder for temporary files is this test's own, because other tests use the machine's at the same time."""
+    made, make = [], tempfile.mkdtemp
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(tempfile, "mkdtemp", lambda *words, **more: made.append(make(*words, **more)) or made[-1])
 
-    before = state()
-    sandbox.run("import os; os.makedirs('a/b/c'); open('a/b/c/d', 'w').write('x' * 1000)", LIMITS)
-    assert state() == before and left_over() == []
+    def state():
+        return Path("/proc/self/mountinfo").read_text(encoding="utf-8"), list(tmp_path.iterdir())
+
+    before, mark = state(), Mark()
+    program = "import os; os.makedirs('a/b/c'); open('a/b/c/d', 'w').write('x' * 1000)"
+    assert sandbox.run(mark.program + program, LIMITS).passed
+    assert [Path(folder).parent for folder in made] == [tmp_path], "it used no temporary folder"
+    assert state() == before
+    mark.assert_gone()
 
 
 def readable_python() -> str:
