@@ -353,6 +353,7 @@ def check_model(model: ModelConfig, config: KVQuantConfig) -> None:
             f"{model.model_path} ({', '.join(names)}) has {what}, which --kv-quant does not support. "
             "Serve it without --kv-quant."
         )
+    _check_release(model)
     if model.dtype != torch.bfloat16:
         raise KVQuantError(
             f"{model.model_path} runs in {model.dtype}, but windows are kept in bfloat16. Add --dtype bfloat16."
@@ -362,6 +363,25 @@ def check_model(model: ModelConfig, config: KVQuantConfig) -> None:
             f"--kv-quant-group-size {config.group_size}: must divide the model's head_dim {model.head_dim}. "
             "Leave the flag out."
         )
+
+
+def _check_release(model: ModelConfig) -> None:
+    """Refuses a model that is served with other SGLang releases only.
+
+    Raises:
+        KVQuantError: names these releases.
+    """
+    for what, releases, has in (
+        ("recurrent states", WITHOUT_STATES, model.hf_config.architectures[0] in HYBRIDS),
+        ("sliding windows", WITHOUT_WINDOWS, model.is_hybrid_swa),
+    ):
+        if has and compat.sglang_version().base_version in releases:
+            *others, last = (release for release in RELEASES if release not in releases)
+            raise KVQuantError(
+                f"{model.model_path} ({', '.join(model.hf_config.architectures)}) has {what}, which --kv-quant does "
+                f"not support with SGLang {compat.sglang_version()}. Use SGLang {', '.join(others)} or {last}, or "
+                "serve it without --kv-quant."
+            )
 
 
 def _unsupported(model: ModelConfig) -> Iterator[str]:
@@ -377,13 +397,6 @@ def _unsupported(model: ModelConfig) -> Iterator[str]:
         yield f"{model.attention_arch.name} attention"
     if is_minimax_sparse(model.hf_config) or getattr(text, "indexer_budget", None):
         yield "sparse attention, which selects tokens by keys of its own"
-    for what, releases, has in (
-        ("recurrent states", WITHOUT_STATES, model.hf_config.architectures[0] in HYBRIDS),
-        ("sliding windows", WITHOUT_WINDOWS, model.is_hybrid_swa),
-    ):
-        if has and compat.sglang_version().base_version in releases:
-            served = ", ".join(release for release in RELEASES if release not in releases)
-            yield f"{what}, which are not served with SGLang {compat.sglang_version()}, but with {served}"
     if _has_other_states(model, layer_types):
         yield f"recurrent state (Mamba or linear attention; of such models these are served: {', '.join(HYBRIDS)})"
     if model.is_encoder_decoder:
