@@ -17,7 +17,7 @@ import torch
 from sglang_kvq.config import MAX_GQA_GROUP, KVQuantConfig
 from sglang_kvq.constants import HEAD_DIMS, PAGE_SIZE
 from sglang_kvq.errors import KVQuantError, typed
-from sglang_kvq.releases import NEW_TREE, OLD_TREE, RELEASES, WITHOUT_STATES, WITHOUT_WINDOWS
+from sglang_kvq.releases import NEW_TREE, OLD_TREE, OLD_TREE_RELEASES, RELEASES, WITHOUT_STATES, WITHOUT_WINDOWS
 from sglang_kvq.rotations.identity import unapplied_window
 from sglang_kvq.sessions.config import EPICACHE
 from sglang_kvq.sglang import architectures, compat
@@ -123,6 +123,8 @@ HYBRIDS = (
     "Qwen3_5ForConditionalGeneration",
     "Qwen3_5MoeForConditionalGeneration",
 )
+#: Those that the releases of ``OLD_TREE`` do not serve; the oldest does not even see their states.
+NEWER_HYBRIDS = ("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM")
 
 
 def device_of(values: Mapping[str, Any]) -> str:
@@ -371,8 +373,10 @@ def _check_release(model: ModelConfig) -> None:
     Raises:
         KVQuantError: names these releases.
     """
+    architecture = model.hf_config.architectures[0]
     for what, releases, has in (
-        ("recurrent states", WITHOUT_STATES, model.hf_config.architectures[0] in HYBRIDS),
+        ("recurrent states", OLD_TREE_RELEASES, architecture in NEWER_HYBRIDS),
+        ("recurrent states", WITHOUT_STATES, architecture in HYBRIDS),
         ("sliding windows", WITHOUT_WINDOWS, model.is_hybrid_swa),
     ):
         if has and compat.sglang_version().base_version in releases:
@@ -487,9 +491,12 @@ def _has_other_states(model: ModelConfig, layer_types: set[str]) -> bool:
     """Returns True if a model has recurrent states and is none of ``HYBRIDS``, as far as the installed SGLang knows."""
     from sglang.srt.configs.hybrid_arch import mambaish_config
 
-    if mambaish_config(model) is None:
+    architecture = model.hf_config.architectures[0]
+    if mambaish_config(model) is None and not (
+        architecture in NEWER_HYBRIDS and compat.applies(OLD_TREE, compat.sglang_version())
+    ):
         return bool(layer_types & {"linear_attention", "mamba"})
-    return model.hf_config.architectures[0] not in HYBRIDS
+    return architecture not in HYBRIDS
 
 
 def after_configure(result: Any, configurator: Configurator, *args: Any, **kwargs: Any) -> None:

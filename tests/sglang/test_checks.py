@@ -143,6 +143,7 @@ QWEN3_5 = dict(
     },
     vision_config={"model_type": "qwen3_5"},
 )
+QWEN3_5_TEXT = {**QWEN3_5["text_config"], "architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text"}
 MODELS = {
     "MLA": (
         dict(
@@ -280,6 +281,7 @@ def test_model_is_accepted(model_folder, monkeypatch, changes):
     [
         ("0.5.17", HYBRID, "recurrent states.*with SGLang 0.5.17. Use SGLang 0.5.16, 0.5.22 or 0.5.23, or serve it w"),
         ("0.5.18.post1", QWEN3_5, "recurrent states.*with SGLang 0.5.18.post1. Use"),
+        ("0.5.16", QWEN3_5_TEXT, "recurrent states.*with SGLang 0.5.16. Use SGLang 0.5.22 or 0.5.23, or"),
         ("0.5.22", HYBRID, None),
         (
             "0.5.18",
