@@ -14,9 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from packaging.version import Version
 from safetensors.torch import save_file
 
 from benchmarks import tiny_hybrids
+from sglang_kvq.releases import WITHOUT_STATES, WITHOUT_WINDOWS
 
 VOCABULARY = 512
 CONTEXT = 1500
@@ -64,6 +66,11 @@ class TinyModel:
     def is_hybrid(self) -> bool:
         """True if most layers use linear attention."""
         return self.family in tiny_hybrids.HYBRIDS
+
+    def is_served(self, release: Version) -> bool:
+        """Returns True if the plugin serves it with this SGLang release."""
+        refused = (*(WITHOUT_WINDOWS if self.has_windows else ()), *(WITHOUT_STATES if self.is_hybrid else ()))
+        return release >= Version(self.since or "0") and release.base_version not in refused
 
     def config(self) -> dict:
         """Returns the content of config.json."""

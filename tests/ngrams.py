@@ -13,8 +13,11 @@ STANDINS = Path(__file__).parent / "e2e" / "speculation"
 
 
 def compiler() -> dict[str, str]:
-    """Returns variables for compiling them: the older releases lack an include."""
-    return {"CXX": "c++ -include cstddef"} if compat.applies(OLD_TREE, compat.sglang_version()) else {}
+    """Returns variables for compiling them: the older releases lack an include.
+
+    The compiler is one word, because 0.5.18 quotes it.
+    """
+    return {"CXX": str(STANDINS / "c++-with-cstddef")} if compat.applies(OLD_TREE, compat.sglang_version()) else {}
 
 
 def on_cpu(path: str | None = None) -> dict[str, str]:

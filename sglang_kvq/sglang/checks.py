@@ -17,7 +17,7 @@ import torch
 from sglang_kvq.config import MAX_GQA_GROUP, KVQuantConfig
 from sglang_kvq.constants import HEAD_DIMS, PAGE_SIZE
 from sglang_kvq.errors import KVQuantError, typed
-from sglang_kvq.releases import NEW_TREE, OLD_TREE, RELEASES, WITHOUT_STATES, WITHOUT_WINDOWS
+from sglang_kvq.releases import NEW_TREE, OLD_TREE, OLD_TREE_RELEASES, RELEASES, WITHOUT_STATES, WITHOUT_WINDOWS
 from sglang_kvq.rotations.identity import unapplied_window
 from sglang_kvq.sessions.config import EPICACHE
 from sglang_kvq.sglang import architectures, compat
@@ -123,6 +123,8 @@ HYBRIDS = (
     "Qwen3_5ForConditionalGeneration",
     "Qwen3_5MoeForConditionalGeneration",
 )
+#: Those that the releases of ``OLD_TREE`` do not serve; the oldest does not even see their states.
+NEWER_HYBRIDS = ("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM")
 
 
 def device_of(values: Mapping[str, Any]) -> str:
@@ -353,6 +355,7 @@ def check_model(model: ModelConfig, config: KVQuantConfig) -> None:
             f"{model.model_path} ({', '.join(names)}) has {what}, which --kv-quant does not support. "
             "Serve it without --kv-quant."
         )
+    _check_release(model)
     if model.dtype != torch.bfloat16:
         raise KVQuantError(
             f"{model.model_path} runs in {model.dtype}, but windows are kept in bfloat16. Add --dtype bfloat16."
@@ -362,6 +365,27 @@ def check_model(model: ModelConfig, config: KVQuantConfig) -> None:
             f"--kv-quant-group-size {config.group_size}: must divide the model's head_dim {model.head_dim}. "
             "Leave the flag out."
         )
+
+
+def _check_release(model: ModelConfig) -> None:
+    """Refuses a model that is served with other SGLang releases only.
+
+    Raises:
+        KVQuantError: names these releases.
+    """
+    architecture = model.hf_config.architectures[0]
+    for what, releases, has in (
+        ("recurrent states", OLD_TREE_RELEASES, architecture in NEWER_HYBRIDS),
+        ("recurrent states", WITHOUT_STATES, architecture in HYBRIDS),
+        ("sliding windows", WITHOUT_WINDOWS, model.is_hybrid_swa),
+    ):
+        if has and compat.sglang_version().base_version in releases:
+            *others, last = (release for release in RELEASES if release not in releases)
+            raise KVQuantError(
+                f"{model.model_path} ({', '.join(model.hf_config.architectures)}) has {what}, which --kv-quant does "
+                f"not support with SGLang {compat.sglang_version()}. Use SGLang {', '.join(others)} or {last}, or "
+                "serve it without --kv-quant."
+            )
 
 
 def _unsupported(model: ModelConfig) -> Iterator[str]:
@@ -377,13 +401,6 @@ def _unsupported(model: ModelConfig) -> Iterator[str]:
         yield f"{model.attention_arch.name} attention"
     if is_minimax_sparse(model.hf_config) or getattr(text, "indexer_budget", None):
         yield "sparse attention, which selects tokens by keys of its own"
-    for what, releases, has in (
-        ("recurrent states", WITHOUT_STATES, model.hf_config.architectures[0] in HYBRIDS),
-        ("sliding windows", WITHOUT_WINDOWS, model.is_hybrid_swa),
-    ):
-        if has and compat.sglang_version().base_version in releases:
-            served = ", ".join(release for release in RELEASES if release not in releases)
-            yield f"{what}, which are not served with SGLang {compat.sglang_version()}, but with {served}"
     if _has_other_states(model, layer_types):
         yield f"recurrent state (Mamba or linear attention; of such models these are served: {', '.join(HYBRIDS)})"
     if model.is_encoder_decoder:
@@ -475,9 +492,12 @@ def _has_other_states(model: ModelConfig, layer_types: set[str]) -> bool:
     """Returns True if a model has recurrent states and is none of ``HYBRIDS``, as far as the installed SGLang knows."""
     from sglang.srt.configs.hybrid_arch import mambaish_config
 
-    if mambaish_config(model) is None:
+    architecture = model.hf_config.architectures[0]
+    if mambaish_config(model) is None and not (
+        architecture in NEWER_HYBRIDS and compat.applies(OLD_TREE, compat.sglang_version())
+    ):
         return bool(layer_types & {"linear_attention", "mamba"})
-    return model.hf_config.architectures[0] not in HYBRIDS
+    return architecture not in HYBRIDS
 
 
 def after_configure(result: Any, configurator: Configurator, *args: Any, **kwargs: Any) -> None:

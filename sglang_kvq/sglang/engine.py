@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from sglang_kvq.errors import KVQuantError
-from sglang_kvq.sglang import flags, plugin
+from sglang_kvq.sglang import flags
 from sglang_kvq.sglang.router import flags as episodic_flags
 from sglang_kvq.sglang.runtime import attach
 from sglang_kvq.sglang.types import ServerArgs
@@ -34,7 +34,6 @@ def server_args_from_kwargs(original: type, **kwargs: Any) -> ServerArgs:
         if header is not None:
             raise KVQuantError(f"{name} {header}: requests of Engine have no headers. Leave it out.")
     config = replace(config, capture=capture)
-    plugin.stop_unless_in_place(config)
     server_args = original(**kwargs)
     attach(config, server_args)
     return server_args

@@ -213,13 +213,15 @@ def prepare(values: MutableMapping[str, Any]) -> KVQuantConfig | None:
 
     Raises:
         KVQuantError: ``--kv-quant`` cannot be combined with a setting in ``values``.
+        SystemExit: this SGLang is not as expected, so the checks could miss a symbol that they use.
     """
-    from sglang_kvq.sglang import checks
+    from sglang_kvq.sglang import checks, plugin
 
     config = parse_config(values)
     for flag in (*FIELDS, *episodic_flags.FIELDS):
         values.pop(flag, None)
     if config is not None:
+        plugin.stop_unless_in_place(config)
         device = checks.device_of(values)
         checks.check_flags(values, device)
         complete(values, config, device, checks.check_named_model(values, config))
@@ -230,10 +232,8 @@ def from_cli_args(original: Original, cls: type, args: argparse.Namespace) -> Se
     """AROUND ``ServerArgs.from_cli_args``: reads the flags and attaches the config to the ServerArgs.
 
     Raises:
-        SystemExit: the flags cannot be served; the message names the wrong flag and the fix.
+        SystemExit: the flags or this SGLang cannot be served; the message names what is wrong and the fix.
     """
-    from sglang_kvq.sglang import plugin
-
     values = dict(vars(args))
     try:
         config = prepare(values)
@@ -241,7 +241,6 @@ def from_cli_args(original: Original, cls: type, args: argparse.Namespace) -> Se
         raise SystemExit(f"sglang-kvq: {error}") from None
     if config is None:
         return original(cls, args)
-    plugin.stop_unless_in_place(config)
     server_args = original(cls, argparse.Namespace(**values))
     attach(config, server_args)
     setattr(server_args, CLI_ATTRIBUTE, True)

@@ -73,7 +73,7 @@ def _is_loaded(hook: Hook) -> bool:
 
 def _reports(hook: Hook) -> bool:
     """Returns True for a hook that is patched in spite of problems, because it answers ``--kv-quant`` with an error."""
-    return hook.always and hook.kind in REGISTRY_KINDS and hooks.problem(hook) is None
+    return hook.always and hooks.problem(hook) is None
 
 
 def install(table: Iterable[Hook]) -> None:

@@ -347,7 +347,7 @@ class Suite:
         wanted = lambda *names: not only or bool(only & set(names))  # noqa: E731
         ours, plain, later = [], [], []
         first = ("llama", "llama_64", "qwen3_256")
-        known = [m for m in MODELS.values() if Version(importlib.metadata.version("sglang")) >= Version(m.since or "0")]
+        known = [m for m in MODELS.values() if m.is_served(Version(importlib.metadata.version("sglang")))]
         for model in sorted(known, key=lambda m: m.name not in first):
             if wanted(model.name, "families") and not (self.cpu and model.name in GPU_ONLY):
                 task = lambda method, model=model: lambda: self.family(model, ONE, method)  # noqa: E731

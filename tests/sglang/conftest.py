@@ -8,15 +8,21 @@ from pathlib import Path
 
 import pytest
 
-from sglang_kvq.releases import OLD_TREE_RELEASES, OLDEST
+from sglang_kvq.releases import OLD_TREE_RELEASES, OLDEST, WITHOUT_STATES, WITHOUT_WINDOWS
 from tests import hook_places
 
 os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 if find_spec("sglang") is None:  # only the rest of the package is tested then
     collect_ignore_glob = ["*test_*.py"]
-elif version("sglang") in OLD_TREE_RELEASES:
-    collect_ignore = ["hicache"]  # these releases have other host pools, and HiCache is refused
+else:
+    #: Tests of what a release refuses: HiCache with old host pools, models with recurrent states or sliding windows.
+    refused = {
+        OLD_TREE_RELEASES: ["hicache"],
+        WITHOUT_STATES: ["memory/test_recurrent_states.py", "prefix/test_hybrid_tree.py"],
+        WITHOUT_WINDOWS: ["attention/test_window_backend.py", "prefix/test_window_tree.py"],
+    }
+    collect_ignore = [path for releases, paths in refused.items() if version("sglang") in releases for path in paths]
 
 #: Test files that the oldest release runs even without ``--all``. They cover calls from and to SGLang, and what its
 #: generations do differently. The others test our own code, which SGLang's release cannot change, or read SGLang's

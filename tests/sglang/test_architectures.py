@@ -52,7 +52,10 @@ BY_TABLE = {
 }
 
 #: Architectures that only newer releases can build, and why.
-UNBUILT = {"ApertusForCausalLM": (OLD_TREE, "its activation reads a parameter's value")}
+UNBUILT = {
+    "ApertusForCausalLM": (OLD_TREE, "its activation reads a parameter's value"),
+    "Sarashina2VisionForCausalLM": ("==0.5.18", "its file imports a name that SGLang does not have"),
+}
 
 #: Parts of the names of draft models, or of their files.
 DRAFTS = ("eagle", "nextn", "mtp", "dflash", "dspark", "lilicorr")

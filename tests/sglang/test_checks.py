@@ -9,6 +9,7 @@ from packaging.version import Version
 from sglang_kvq.cache.pool import PagePool
 from sglang_kvq.config import KVQuantConfig
 from sglang_kvq.errors import KVQuantError, typed
+from sglang_kvq.releases import NEWEST
 from sglang_kvq.sglang import checks, compat
 from sglang_kvq.sglang.runtime import CONFIG_ATTRIBUTE, config_of
 from tests.sglang.conftest import LLAMA
@@ -142,6 +143,7 @@ QWEN3_5 = dict(
     },
     vision_config={"model_type": "qwen3_5"},
 )
+QWEN3_5_TEXT = {**QWEN3_5["text_config"], "architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text"}
 MODELS = {
     "MLA": (
         dict(
@@ -266,20 +268,28 @@ def test_model_is_refused(model_folder, changes, what):
     ],
     ids=["llama", "qwen2", "qwen3", "mistral", "gpt-oss", "mellum", "qwen3_next", "qwen3_5", "qwen3_5_moe"],
 )
-def test_model_is_accepted(model_folder, changes):
+def test_model_is_accepted(model_folder, monkeypatch, changes):
+    """Some releases refuse some of these models (``releases.WITHOUT_WINDOWS``); the next test covers that."""
     from sglang.srt.configs.model_config import ModelConfig
 
+    monkeypatch.setattr(compat, "sglang_version", lambda: Version(NEWEST))
     checks.check_model(ModelConfig(model_path=model_folder(**changes)), CONFIG)
 
 
 @pytest.mark.parametrize(
     ("release", "changes", "refused"),
     [
-        ("0.5.17", HYBRID, "recurrent states.*with SGLang 0.5.17, but with 0.5.16, 0.5.22, 0.5.23"),
-        ("0.5.18.post1", QWEN3_5, "recurrent states.*with SGLang 0.5.18.post1, but with"),
+        ("0.5.17", HYBRID, "recurrent states.*with SGLang 0.5.17. Use SGLang 0.5.16, 0.5.22 or 0.5.23, or serve it w"),
+        ("0.5.18.post1", QWEN3_5, "recurrent states.*with SGLang 0.5.18.post1. Use"),
+        ("0.5.16", QWEN3_5_TEXT, "recurrent states.*with SGLang 0.5.16. Use SGLang 0.5.22 or 0.5.23, or"),
         ("0.5.22", HYBRID, None),
-        ("0.5.18", GPT_OSS, "sliding windows.*with SGLang 0.5.18, but with 0.5.16, 0.5.23"),
-        ("0.5.22", GPT_OSS, "sliding windows"),
+        (
+            "0.5.18",
+            GPT_OSS,
+            "sliding windows, which --kv-quant does not support with SGLang 0.5.18. Use SGLang 0.5.16 o",
+        ),
+        ("0.5.22", GPT_OSS, "sliding windows.*with SGLang 0.5.22"),
+        ("0.5.22", MODELS["windows everywhere"][0], "a sliding window in every layer"),  # with the newest too
         ("0.5.18", {}, None),
         ("1.0.0", GPT_OSS, None),
     ],

@@ -146,9 +146,11 @@ def test_scheduler_side_hooks_call_the_original_without_kv_quant(applied):
 def fresh(applied, monkeypatch):
     """The plugin as in a process where nothing is registered yet; registrations are recorded, not applied."""
     from sglang.srt import plugins
+    from sglang.srt.entrypoints.engine import Engine
     from sglang.srt.plugins.hook_registry import HookRegistry
 
     monkeypatch.setattr(plugins, "load_plugins", lambda: None)  # it would install every hook a second time
+    monkeypatch.setattr(Engine, "server_args_class", staticmethod(dict))  # not the plugin's, and restored in the end
     registered = []
     monkeypatch.setattr(applied, "_installed", {})
     monkeypatch.setattr(applied, "_problems", [])
@@ -160,7 +162,7 @@ def fresh(applied, monkeypatch):
 
 def _doctor(monkeypatch, hook, **changes):
     """Replaces the hook table by one with a single entry changed."""
-    table = [replace(h, **changes) if h is hook else h for h in hooks.TABLE if h.kind is not Kind.FACTORY]
+    table = [replace(h, **changes) if h is hook else h for h in hooks.TABLE]
     select = hooks.for_release
     monkeypatch.setattr(hooks, "for_release", lambda version, process=None: select(version, process, table))
 
@@ -187,6 +189,25 @@ def test_unsupported_release_is_explained(fresh, monkeypatch):
     fresh.plugin.register()
     with pytest.raises(SystemExit, match=r"SGLang 0\.5\.12 is not supported. Supported are >=0\.5\.16"):
         fresh.plugin.stop_unless_in_place(CONFIG)
+
+
+def test_unsupported_release_is_explained_before_anything_else_is_read(fresh, monkeypatch):
+    """Checks of flags and models would fail with a traceback at a symbol that such a release does not have."""
+    from sglang.srt.entrypoints.engine import Engine
+
+    from sglang_kvq.sglang import flags
+
+    monkeypatch.setattr(compat, "sglang_version", lambda: Version("0.5.20"))
+    monkeypatch.delattr("sglang.srt.utils.common.get_device")
+    fresh.plugin.register()
+    given = {"model_path": "m", "kv_quant": "hadamard"}
+    for start in (
+        Engine.server_args_class,
+        lambda **values: flags.from_cli_args(None, None, SimpleNamespace(**values)),
+    ):
+        with pytest.raises(SystemExit, match=r"SGLang 0\.5\.20 is not supported"):
+            start(**given)
+    assert Engine.server_args_class(model_path="m") == {"model_path": "m"}
 
 
 def test_scheduler_does_not_start_unless_the_plugin_was_loaded(fresh):

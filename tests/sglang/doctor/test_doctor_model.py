@@ -202,14 +202,14 @@ def test_config_that_cannot_be_read_is_one_line(tmp_path):
         ask(str(tmp_path))
 
 
-KNOWN_HERE = [
-    name
-    for name in ("qwen3_next", "gpt_oss", "mellum", "qwen3_5")
-    if compat.applies(f">={MODELS[name].since or '0'}", compat.sglang_version())
+SERVED_HERE = [
+    name for name in ("qwen3_next", "gpt_oss", "mellum", "qwen3_5") if MODELS[name].is_served(compat.sglang_version())
 ]
+hybrid = pytest.mark.skipif("qwen3_next" not in SERVED_HERE, reason="this SGLang does not serve recurrent states")
+windowed = pytest.mark.skipif("gpt_oss" not in SERVED_HERE, reason="this SGLang does not serve windows")
 
 
-@pytest.mark.skipif("gpt_oss" not in KNOWN_HERE, reason="this SGLang does not serve windows")
+@windowed
 def test_calibration_of_a_model_with_windows_runs_in_sglang(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(MODELS["gpt_oss"].config()))
     assert "kvq calibrate" in (named := answer(str(tmp_path))["calibrate"]) and "--engine sglang" in named
@@ -217,7 +217,7 @@ def test_calibration_of_a_model_with_windows_runs_in_sglang(tmp_path):
     assert refused["answer"] == "refused" and refused["calibrate"] is None
 
 
-@pytest.mark.parametrize("name", KNOWN_HERE)
+@pytest.mark.parametrize("name", SERVED_HERE)
 def test_layers_of_full_attention_alone_are_counted(tmp_path, name):
     (tmp_path / "config.json").write_text(json.dumps(MODELS[name].config()))
     found = answer(str(tmp_path), "--method", "int4", "--memory", "1")
@@ -231,6 +231,7 @@ def test_layers_of_full_attention_alone_are_counted(tmp_path, name):
         assert found["tokens_bf16"] == pytest.approx(2**30 / (found["bytes_bf16"] + 0.8 * windows), rel=1e-3)
 
 
+@hybrid
 def test_hybrid_has_what_a_server_of_an_h200_had():
     """Figures agree with the log in docs/hybrids.md of a server with Qwen3-Next-80B-A3B and 64 GiB."""
     log = (ROOT / "docs" / "hybrids.md").read_text()
@@ -240,6 +241,7 @@ def test_hybrid_has_what_a_server_of_an_h200_had():
     assert found["tokens"] / found["requests"] == pytest.approx(24741, rel=0.01), "tokens of a request in that log"
 
 
+@hybrid
 def test_workers_share_states(tmp_path):
     model = str(ROOT / "benchmarks" / "models" / "qwen3-next-80b-a3b")
     alone, shared = (answer(model, "--method", "int2", "--memory", "64", "--tp", tp) for tp in "12")
@@ -276,6 +278,7 @@ def test_gpus_that_cannot_share_the_heads(model_folder, heads, tp, why):
     assert status == (why is not None) and (why is None or re.search(why, shown[0])), shown
 
 
+@hybrid
 def test_gpus_that_cannot_share_linear_attention():
     status, shown = ask(str(ROOT / "benchmarks" / "models" / "qwen3-next-80b-a3b"), "--tp", "3", "--method", "int2")
     assert status == 1 and "16 query heads" in shown[0]
@@ -310,7 +313,14 @@ def test_wrong_options(argv):
         ask(QWEN3, *argv)
 
 
-@pytest.mark.parametrize("name", ["qwen3-8b", "gpt-oss-120b", "qwen3-next-80b-a3b"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "qwen3-8b",
+        pytest.param("gpt-oss-120b", marks=windowed),
+        pytest.param("qwen3-next-80b-a3b", marks=hybrid),
+    ],
+)
 def test_memory_without_room_for_a_window(name):
     with pytest.raises(KVQuantError, match=r"^--memory 0.0001: .* Raise --memory\.$"):
         ask(str(ROOT / "benchmarks" / "models" / name), "--memory", "0.0001")
