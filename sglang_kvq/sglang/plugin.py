@@ -59,7 +59,9 @@ def register() -> None:
             _problems.extend(hooks.problems(table))
         install(h for h in table if h.kind in PATCHED_KINDS and (not _problems or _reports(h)))
     if _problems:
-        logger.warning("--kv-quant is unavailable: %s", "; ".join(_problems))
+        first, *others = _problems
+        more = f"; a server with --kv-quant lists {len(others)} more" if others else ""
+        logger.warning("--kv-quant is unavailable: %s%s", first, more)
 
 
 def _is_loaded(hook: Hook) -> bool:

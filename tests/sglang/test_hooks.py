@@ -176,6 +176,15 @@ def test_mismatch_patches_only_what_reports_it(fresh, monkeypatch, caplog):
     assert not any("RadixCache" in path or "KVCacheConfigurator._build" in path for path in fresh.registered)
 
 
+def test_many_mismatches_are_one_short_warning(fresh, monkeypatch, caplog):
+    monkeypatch.setattr(hooks, "problems", lambda table: [f"symbol {n}" for n in range(26)])
+    with caplog.at_level("WARNING", logger="sglang_kvq"):
+        fresh.plugin.register()
+    assert caplog.messages == ["--kv-quant is unavailable: symbol 0; a server with --kv-quant lists 25 more"]
+    with pytest.raises(SystemExit, match="- symbol 0\\n(.*\\n)+  - symbol 25"):
+        fresh.plugin.stop_unless_in_place(CONFIG)
+
+
 def test_mismatch_stops_a_scheduler_with_kv_quant_only(fresh, monkeypatch):
     _doctor(monkeypatch, POOL, target="mem_cache.kv_cache_configurator.KVCacheConfigurator._build_gone")
     fresh.plugin.register()
