@@ -60,6 +60,7 @@ class Host:
         self.to_load: list[Key] = []
         self.writing: list[Copy] = []
         self.loading: list[Copy] = []
+        self.awaited = True  # False: loads were submitted, and no batch that waits for them was launched since
         self.wanted: set[Key] = set()  # about to be loaded
         self.records: dict[Key, torch.Tensor] = {}
         self.loads = self.backups = self.aborted = 0
@@ -155,7 +156,17 @@ class Host:
                 self.loads += len(keys)
 
             self.loading.append(Copy(keys, pages.tolist(), run))
+            self.awaited = False
         self.happen()
+
+    def before_insert(self) -> None:
+        """Finishes loads for which no batch waits. SGLang queues them only for its next batch, so inserts none before.
+
+        Otherwise a request would be given equal pages of the tree that are still to come.
+        """
+        if self.to_load or not self.awaited:
+            self.submit_loads()
+            self.finish(self.loading)
 
     def _begin(self, keys: list[Key], prepare: Callable[[torch.Tensor], None]) -> torch.Tensor:
         """Runs the tiers' preparation on the stream of the layers in flight, after them. Returns the pages, int64."""

@@ -341,6 +341,8 @@ class Model:
         seq = torch.tensor([p + n for p, n in zip(prefix, new)])
         longest = max(p + (n == 1) for p, n in zip(prefix, new))
         loads = self.before_plan()
+        if self.host:
+            self.host.awaited = True
         direct_pages = self.tiers.plan_extend(rows, torch.tensor(prefix), seq, longest, loc[direct] // P)
         self.check_sink_tokens([request for request, _ in requests])
         for (request, n), p in zip(requests, prefix):
@@ -476,6 +478,8 @@ class Model:
         Duplicates are freed and the row is repointed. Tokens that a batch in flight adds are not published.
         """
         self.clock += 1
+        if self.host:
+            self.host.before_insert()
         full = (request.stored if length is None else length) // P
         own = self.row_pages(request, full * P)
         place = self.tiers.pending.reserve_move()

@@ -5,6 +5,7 @@ The faults at the end of this file show that the schedules find orders which wou
 
 from __future__ import annotations
 
+import contextlib
 import random
 
 import pytest
@@ -63,8 +64,12 @@ def test_random_conversations_keep_first_tokens(write_back, overlap, monkeypatch
     assert model.host.loads and model.restored
 
 
-@pytest.mark.parametrize("write_back", POLICIES.values(), ids=POLICIES)
-def test_a_prefix_that_was_evicted_comes_back_from_the_host(write_back):
+def never(*_) -> None:
+    """Does nothing."""
+
+
+def evicted(write_back: bool) -> tuple[Model, list[int]]:
+    """Returns a model in which only the host has the six whole pages of a prompt, and the prompt."""
     rng = random.Random(0)
     model = Model(20, 9, 2, 1, 2, overlap=True).add_host(20, rng, write_back=write_back)
     tokens = [i % 97 for i in range(6 * P + 5)]
@@ -76,7 +81,13 @@ def test_a_prefix_that_was_evicted_comes_back_from_the_host(write_back):
     model.host.settle()
     model.evict(20)
     assert not model.tree and len(model.host.held) == 6
-    rng.random = lambda: 0.5  # always load
+    rng.random = lambda: 0.5  # always load, and late
+    return model, tokens
+
+
+@pytest.mark.parametrize("write_back", POLICIES.values(), ids=POLICIES)
+def test_a_prefix_that_was_evicted_comes_back_from_the_host(write_back):
+    model, tokens = evicted(write_back)
     again = model.start(tokens)
     assert again.stored == 6 * P
     assert model.extend([(again, 5)])  # reads all of it and compares
@@ -87,6 +98,35 @@ def test_a_prefix_that_was_evicted_comes_back_from_the_host(write_back):
     model.leave(again, publish=False)
     model.check_empty()
     assert model.host.loads == 6
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_plan_that_copies_pages_waits_for_their_load(waits, monkeypatch):
+    """Chosen pages are copied by the next plan, before any layer waits for a load."""
+    if not waits:
+        monkeypatch.setattr(Host, "before_plan", never)
+    model, tokens = evicted(write_back=False)
+    loading = model.start(tokens)
+    chosen = model.select(tuple(tokens[: 6 * P]), [1, 3], [5] * 9)
+    with contextlib.nullcontext() if waits else pytest.raises(AssertionError):
+        assert loading.stored and chosen.stored == 2 * P
+        assert model.extend([(chosen, 9)])  # reads the copies and compares
+        model.land()
+
+
+def test_a_prefix_whose_load_is_queued_is_inserted_by_another_request_only_after_the_load():
+    """SGLang queues a load only for its next batch, so no request is given equal pages of the tree that are to come."""
+    model, tokens = evicted(write_back=False)
+    model.host.rng.random = lambda: 0.1  # no load for the first
+    own = model.start(tokens)
+    assert not own.stored and model.extend([(own, len(tokens))])
+    model.host.rng.random = lambda: 0.5
+    assert model.start(tokens).stored == 6 * P and model.host.to_load
+    model.publish(own, finished=False)
+    model.check()
+    own.tokens.append(3)
+    assert model.decode([own])  # reads the tree's pages and compares
+    model.land()
 
 
 class NothingFirst(TierManager):
@@ -148,17 +188,6 @@ def test_tiers_that_do_their_work_late_are_found(manager):
     assert found(False, manager) or found(True, manager)
 
 
-def never(*_) -> None:
-    """Does nothing."""
-
-
-FAULTS = {
-    "layers-do-not-wait": ("wait", never),
-    "plans-do-not-wait": ("before_plan", never),
-}
-
-
-@pytest.mark.parametrize("name, instead", FAULTS.values(), ids=FAULTS)
-def test_schedulers_that_do_not_wait_are_found(name, instead, monkeypatch):
-    monkeypatch.setattr(Host, name, instead)
+def test_layers_that_do_not_wait_are_found(monkeypatch):
+    monkeypatch.setattr(Host, "wait", never)
     assert found(False) or found(True)

@@ -253,16 +253,34 @@ def test_a_window_whose_move_to_the_trees_pages_is_not_applied_yet_stays(what):
     assert (m.pool.page_slot[[kept[0], *kept[5:]]] > 0).all() and int(m.tiers.errors) == 0
 
 
-def arrive(m: Model, tokens: int) -> None:
-    """Records the arrival of a request from another server, with a whole window."""
+def test_an_arrival_takes_no_second_bf16_pages_beside_those_of_the_trees_pages():
+    """SGLang replaces its pages by equal ones of the tree before the next plan; these still have their BF16 copies."""
+    m = model(slots=4 + 1, rows=1)  # one window, and a page that a prefill resumes
+    tokens = [i % 70 for i in range(500)]
+    m.leave(prefill(m, tokens), publish=True)
+    tree, copies = list(m.tree.values()), m.pool.page_slot.clone()
+    arrive(m, len(tokens), window=[0, 5, 6, 7])
+    own = (m.pool.req_to_token[1, :500:P].long() // P).tolist()
+    m.tiers.pending.fill_move(m.tiers.pending.reserve_move(), torch.tensor(own[:7]), torch.tensor(tree))
+    m.write_row(1, 0, tree)
+    m.release(own[:7])
+    m.tiers.apply_pending()
+    assert int(m.tiers.errors) == 0
+    assert torch.equal(m.pool.page_slot[tree], copies[tree]), "a window page lost its BF16 copy"
+    assert int(m.pool.page_slot[own[7]]) > 0, "the page being filled has no BF16 page"
+
+
+def arrive(m: Model, tokens: int, window: list[int] | None = None) -> None:
+    """Records the arrival of a request from another server, with a whole window: all pages, or these."""
     row, pages = m.free_rows.pop(0), m.take_pages(-(-tokens // P))
     m.write_row(row, 0, pages)
     source = torch.zeros(2, len(pages), m.pool.packed_elements, dtype=torch.bfloat16)
     source[:, :, -PACKED_TAIL] = 1
-    places, ids = torch.arange(len(pages)), torch.tensor(pages)
-    whole = ids[: tokens // P]
+    ids, places = torch.tensor(pages), torch.arange(len(pages))[slice(None) if window is None else window]
     m.tiers.pending.arrive(
-        ArrivedRequest(torch.tensor([row]), torch.tensor([tokens]), whole, ids, places, places, source, lambda: None)
+        ArrivedRequest(
+            torch.tensor([row]), torch.tensor([tokens]), ids[: tokens // P], ids[places], places, places, source, list
+        )
     )
 
 

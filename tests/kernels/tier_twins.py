@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 import torch
 
-from sglang_kvq.cache.pending import Fill, MovedBoundary
+from sglang_kvq.cache.pending import Fill, MovedBF16Pages, MovedBoundary
 from sglang_kvq.cache.pool import PagePool
 from sglang_kvq.cache.sink_token_cache import SinkTokenCache
 from sglang_kvq.cache.tiers import QuantizeSlots, RestorePages, TierManager
@@ -118,10 +119,16 @@ class TwinTierManager(TierManager):
         events = self.pending._events
         if len(events) > 1 and any(isinstance(event, MovedBoundary) for event in events):
             at = next(i for i, event in enumerate(events) if isinstance(event, MovedBoundary))
-            for some in (events[:at], events[at : at + 1], events[at + 1 :]):
+            for some, later in ((events[:at], []), (events[at : at + 1], events[at + 1 :]), (events[at + 1 :], [])):
                 self.pending._events = some
-                self.apply_pending()
+                with pytest.MonkeyPatch.context() as patch:
+                    if later:  # the boundary alone: windows whose moves come later must still stay
+                        moves = [event for event in later if isinstance(event, MovedBF16Pages)]
+                        for manager in (self, self.kernels):
+                            patch.setattr(manager.pending, "moves", lambda moves=moves: moves)
+                    self.apply_pending()
             return
+        self.kernels.pool.req_to_token.copy_(self.pool.req_to_token)
         events = self.kernels.pending._events = list(events)
         fills = sum(isinstance(event, Fill) for event in events)
         if fills:  # both start from the same records, in separate tensors

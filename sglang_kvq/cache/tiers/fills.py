@@ -95,6 +95,7 @@ class Fills:
         packed = event.source[:, event.at]
         filling = (event.places + 1) * P > event.lens
         need = ((packed[0, :, -PACKED_TAIL] > 0) | filling) & (tiers.pool.page_slot[event.window] < 0)
+        need &= ~tiers.gives_way(event.window)  # the row's window is that of the tree's pages, which are held below
         unmet = tiers.assign(event.window, need, tiers.held()[0])
         tiers.errors += unmet.sum()
         slots = torch.where(need & ~unmet, tiers.pool.page_slot[event.window].clamp(min=0).long(), 0)

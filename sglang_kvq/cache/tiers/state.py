@@ -177,6 +177,15 @@ class TierState:
             holder = holder.index_put((torch.where(waits, kept, 0),), torch.where(waits, own, 0))
         return holder[pages]
 
+    def gives_way(self, pages: torch.Tensor) -> torch.Tensor:
+        """Returns bool ``[n]``: pages that ``moving`` replaces by pages that have BF16 copies already."""
+        found = torch.zeros_like(pages, dtype=torch.bool)
+        for move in self.moving:
+            own, kept = (self.pages_of(ids.to(pages.device, non_blocking=True)) for ids in move)
+            there = (own != kept) & (self.pool.page_slot[kept] > 0)
+            found |= ((pages[:, None] == own) & there).any(1)
+        return found
+
     # -- slots for pages, records for pages ---------------------------------------------------------
 
     def assign(
