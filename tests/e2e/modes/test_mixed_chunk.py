@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-import time
+import threading
 
 import pytest
 
 from benchmarks.answers import another_page, behind
 from benchmarks.tiny_models import VOCABULARY
-from benchmarks.tiny_server import body
 from launch.server import Server
 from tests.e2e.client import Client, together
 from tests.e2e.modes.tiny import FLAGS, OURS, write
@@ -32,10 +31,14 @@ def test_answers_in_mixed_batches_are_those_of_separate_ones(server):
     The batches' own log-probabilities cannot be compared. After a wrong page, tokens are far less likely.
     """
     prompts = [prompt(f"mixed {n}", 250 + 130 * n) for n in range(4)]
+    begun = [threading.Event() for _ in prompts]
 
     def ask(n: int) -> list[int]:
-        time.sleep(0.7 * n)  # later prompts come while earlier ones decode
-        return server.json("/generate", body(prompts[n], ANSWER))["output_ids"]
+        assert n == 0 or begun[n - 1].wait(300)  # a prompt comes while the one before it decodes
+        for chunk in Client(server).stream(prompts[n], ANSWER):
+            answer = chunk["output_ids"]
+            begun[n].set()
+        return answer
 
     answers = together([lambda n=n: ask(n) for n in range(len(prompts))])
     assert [len(answer) for answer in answers] == [ANSWER] * len(prompts)

@@ -96,12 +96,12 @@ def test_two_requests_of_one_session_compute_its_history_once():
     assert len([obj for obj in manager.sent if obj.extra_key]) == 2
 
 
-async def longest_gap(job, clock=time.perf_counter):
-    """Returns the longest time in seconds, by ``clock``, that ``job`` kept the event loop from running."""
-    asked, longest, last = asyncio.ensure_future(job), 0.0, clock()
+async def longest_gap(job):
+    """Returns the longest CPU time in seconds for which ``job`` kept the event loop from running."""
+    asked, longest, last = asyncio.ensure_future(job), 0.0, time.thread_time()
     while not asked.done():
         await asyncio.sleep(0.001)
-        now = clock()
+        now = time.thread_time()
         longest, last = max(longest, now - last), now
     await asked
     return longest
@@ -150,7 +150,10 @@ def known_conversation(manager, tokens):
 
 
 def test_a_long_conversation_stops_nobody():
-    """With a million tokens and four branches, a turn's 0.3 s of work blocks the loop for about 5 ms at a time."""
+    """With a million tokens and four branches, a turn's 0.3 s of work blocks the loop for about 5 ms at a time.
+
+    Both are CPU time, of the process and of the loop's own thread, so the speed of the machine does not count.
+    """
     manager = Manager()
     manager.context_len = 1 << 21
     said = known_conversation(manager, 1 << 20)
@@ -160,13 +163,14 @@ def test_a_long_conversation_stops_nobody():
         prompts = [[*said.tolist(), 7, 8, *range(number, number + 40)], [*said[: -P * number].tolist(), *range(150)]]
         asked = [request_of(input_ids=prompt) for prompt in prompts]
         await asyncio.sleep(0)
-        # CPU time of the loop's own thread, so that other work on the machine does not count.
-        return max([await longest_gap(manager.heard(one), time.thread_time) for one in asked])
+        begun = time.process_time()
+        longest = max([await longest_gap(manager.heard(one)) for one in asked])
+        return longest / (time.process_time() - begun)
 
     async def run():
         await manager.turn(LONG, http(X_Session_Id="warm"))
         return [await turn(number) for number in range(3, 6)]
 
-    longest = asyncio.run(run())
+    shares = asyncio.run(run())
     assert len(manager.session.branches) == 4 and manager.session.selected == 6
-    assert min(longest) < 0.01, longest
+    assert min(shares) < 0.1, shares
