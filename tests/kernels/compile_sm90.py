@@ -1,6 +1,6 @@
 """Compiles the kernels that attention operations launch for an H100 or H200 (sm_90), on any machine and without a GPU.
 
-    python tests/kernels/compile_sm90.py [--all] [--sass=SCENE] [PART ...]
+    python tests/kernels/compile_sm90.py [--all] [--sass=SCENE] [--arch=N] [PART ...]
 
 Triton's interpreter accepts programs that the compiler refuses, so tests run this script too. It compiles every kernel
 for one geometry, kernels that touch records for some kinds of codes, and decoding for some more geometries; with
@@ -11,7 +11,10 @@ has cached its kernels, disassembling takes as long as everything else: ``--sass
 is printed, and ``--sass=none`` skips it.
 
 Fails if an SM cannot hold as many programs as a launch assumes (``programs_per_sm``), given the registers and the
-shared memory that the compiler assigns.
+shared memory that the compiler assigns. Fails, too, if a program needs more shared memory than one can have.
+
+``--arch=80`` compiles for another compute capability, here 8.0, with the options that such a GPU gets. The number of
+programs on an SM is then not checked: launches are chosen for Hopper's.
 
 Another Triton release needs no environment: put its folder ahead of the installed release.
 
@@ -52,6 +55,7 @@ from sglang_kvq.kernels.device.codes import PlaneRecord, Record, record_of
 from sglang_kvq.kernels.extend.append_tokens import append_tokens
 from sglang_kvq.kernels.extend.extend_attention import extend as triton_extend
 from sglang_kvq.kernels.extend.extend_attention import is_cheap
+from sglang_kvq.kernels.quantize import quantize_pages
 from sglang_kvq.kernels.quantize.fold_tokens import fold_pages
 from sglang_kvq.kernels.quantize.keep_sink_tokens import keep_sink_tokens
 from sglang_kvq.kernels.tiers import host_rows
@@ -60,7 +64,6 @@ from tests.kernels.test_decode import HALF_HEADS
 from tests.kernels.test_formats import KINDS, make_format
 from tests.leaving import leave
 
-TARGET = GPUTarget("cuda", 90, 32)
 #: Kinds of codes that together take every branch.
 SOME = ("oscar-lloyd-max", "lloyd-max-4-3-g32", "uniform-3-3", "sphere-4-3", "channel-2", "centred-4")
 #: Widths of planes: two bits, the widest, planes without bits, halves and quarters of bytes. Only the first is compiled
@@ -76,6 +79,8 @@ DECODED = [(64, 3, 1), (64, 12, 1), (96, 4, 1), (96, 6, 1), (96, 12, 1), (128, 4
 SOME_DECODED = [((64, 12, 1), None), ((96, 4, 1), None), ((128, 12, 1), None), ((128, 4, 1), "5320-4321")]
 #: Limits of one SM: bytes of shared memory, bytes of it that each program reserves, and registers.
 SM_BYTES, PROGRAM_BYTES, SM_REGISTERS = 228 * 1024, 1024, 65536
+#: Bytes of shared memory that one program can have, by compute capability (CUDA C++ Programming Guide).
+MOST_SHARED = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
 #: Launches that decode with products in FP16. ``decode_launch`` returns the first, apart from its costs. Without
 #: ``--all`` only that one is compiled.
 HALF_LAUNCHES = [DecodeLaunch(4, 168, 12, 1), DecodeLaunch(3, 255, 8, 2)]
@@ -89,9 +94,12 @@ TYPES = {
 }
 
 
-#: State of the run: the scene being compiled; the scene to disassemble (None for all); hashes of the kernels shown; the
-#: programs per SM that the current launch assumes (None if it assumes nothing); and whether to check that number.
-STATE = SimpleNamespace(scene="", disassembled=None, shown=set(), planned=None, checked=True)
+#: State of the run: the target; the scene being compiled; the scene to disassemble (None for all); hashes of the
+#: kernels shown; the programs per SM that the current launch assumes (None if it assumes nothing); and whether to check
+#: that number.
+STATE = SimpleNamespace(
+    target=GPUTarget("cuda", 90, 32), scene="", disassembled=None, shown=set(), planned=None, checked=True
+)
 
 
 def begin(scene: str) -> None:
@@ -164,7 +172,7 @@ def counted_on(function):
     def run(*args, launch, **kwargs):
         record, head_dim = next(x for x in args if isinstance(x, (Record, PlaneRecord))), args[0].shape[-1]
         counts = STATE.checked and (function is not triton_extend or is_cheap(record, head_dim))
-        STATE.planned = launch.programs_per_sm if counts else None
+        STATE.planned = launch.programs_per_sm if counts and STATE.target.arch == 90 else None
         try:
             return function(*args, launch=launch, **kwargs)
         finally:
@@ -174,7 +182,7 @@ def counted_on(function):
 
 
 def compile_launch(self, *args, grid, warmup=False, **kwargs) -> None:
-    """Replaces ``JITFunction.run``: compiles for ``TARGET`` and prints a line."""
+    """Replaces ``JITFunction.run``: compiles for the target and prints a line."""
     given = dict(zip(self.arg_names, args)) | {k: v for k, v in kwargs.items() if k in self.arg_names}
     constants = {p.name for p in self.params if p.is_constexpr}
     options = {k: v for k, v in kwargs.items() if k not in self.arg_names}
@@ -198,9 +206,10 @@ def compile_launch(self, *args, grid, warmup=False, **kwargs) -> None:
         constexprs=constexprs,
         attrs={path: [["tt.divisibility", 16]] for path in aligned},
     )
-    kernel = triton.compile(source, target=TARGET, options=options)
+    kernel = triton.compile(source, target=STATE.target, options=options)
     check_operands(self.__name__, kernel.asm["ttgir"])
     check_vectors(self.__name__, kernel.asm["ptx"])
+    assert kernel.metadata.shared <= MOST_SHARED[STATE.target.arch], f"{STATE.scene}: {self.__name__}"
     if kernel.hash in STATE.shown:
         return
     STATE.shown.add(kernel.hash)
@@ -396,11 +405,13 @@ def main() -> None:
     triton.runtime.jit.JITFunction.run = compile_launch
     device_launch.searches = True
     triton_ops.INTERPRETED = True  # lets the backend run on CPU tensors; the kernels are not interpreted
-    triton_ops.can_overlap = lambda device: True
+    words = sys.argv[1:]
+    arch = next((int(word.removeprefix("--arch=")) for word in words if word.startswith("--arch=")), 90)
+    STATE.target = GPUTarget("cuda", arch, 32)
+    triton_ops.can_overlap = quantize_pages.has_pairs = lambda device: arch >= 90
     triton_ops.decode, verification.decode = counted_on(triton_ops.decode), counted_on(verification.decode)
     triton_ops.extend = counted_on(triton_ops.extend)
     print(f"triton {triton.__version__}")
-    words = sys.argv[1:]
     STATE.disassembled = next((word.removeprefix("--sass=") for word in words if word.startswith("--sass=")), None)
     for name in [word for word in words if not word.startswith("--")] or PARTS:
         PARTS[name]("--all" in sys.argv)

@@ -47,16 +47,31 @@ def test_no_part_is_left_out():
 @pytest.mark.parametrize("part", PARTS if pairs.everything else [part for part in PARTS if part != "codes"])
 def test_kernels_compile_for_sm90(part):
     """Without ``--all`` only kernels for the methods' defaults are compiled; unchanged kernels come from the cache."""
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(CACHE)}
     command = [sys.executable, str(SCRIPT), f"--sass={SCENES.get(part, 'none')}", part]
     command += ["--all"] if pairs.everything else []
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1780)
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=1780)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     kernel = "_decode" if part == "launches" else "_quantize_tokens"
     assert len(re.findall(rf"^  {kernel} ", done.stdout, re.MULTILINE)) >= (3 if pairs.everything else 1), done.stdout
     if part in SCENES:
         shown = re.search(rf"^{SCENES[part]}\n((?:  .*\n)+)", done.stdout, re.MULTILINE)[1]
         check_sizes(shown, MOST[part], BYTES[part])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("arch", [80, 89, 100])
+@pytest.mark.parametrize("part", ["geometries", "planes"])
+def test_kernels_compile_for_other_gpus(part, arch):
+    """Every kernel compiles for an A100, an L40S and a B200, and fits into their shared memory."""
+    command = [sys.executable, str(SCRIPT), "--sass=none", f"--arch={arch}", part]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=1780)
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    assert re.search("^  _decode ", done.stdout, re.MULTILINE), done.stdout
+
+
+def environment() -> dict[str, str]:
+    return {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(CACHE)}
 
 
 def check_sizes(shown: str, most: dict[str, int], of_bytes: tuple[str, ...]) -> None:
