@@ -29,8 +29,6 @@ import torch
 from sglang_kvq.formats.code import INT2, CodeFormat
 from sglang_kvq.formats.levels import LevelTable
 
-#: float32 nearest to 1/3: a multiplication, because GPU division is not always correctly rounded.
-THIRD = 0.3333333432674408
 FP16_MAX = 65504.0
 #: Adding and subtracting it rounds a float32 below 2^22 to the nearest integer, ties to even.
 ROUND = 12582912.0

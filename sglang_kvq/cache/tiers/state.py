@@ -34,7 +34,6 @@ Window: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 class TierCounts:
     """A snapshot for metrics and tests, read on the host."""
 
-    slots_total: int
     slots_used: int
     pages_quantized: int  #: pages that have a valid record now
     records_written: int  #: pages quantized since the start
@@ -258,7 +257,7 @@ class TierState:
     # -- looking inside -----------------------------------------------------------------------------
 
     def count(self) -> torch.Tensor:
-        """Returns the fields of ``TierCounts`` except the first, int64 ``[7]``, without waiting for the device."""
+        """Returns the fields of ``TierCounts``, int64 ``[7]``, without waiting for the device."""
         used, valid = (self.slot_page > 0).sum(), self.page_valid[1:].sum()
         counts = torch.stack([used, valid, self.records_written, self.errors, self._pages_lost()])
         return torch.cat([counts, self.prefix_read])
@@ -273,4 +272,4 @@ class TierState:
 
     def counts(self) -> TierCounts:
         """Returns the counters. Waits for the device."""
-        return TierCounts(self.pool.slots, *self.count().tolist())
+        return TierCounts(*self.count().tolist())

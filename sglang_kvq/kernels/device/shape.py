@@ -36,11 +36,6 @@ class Shape:
         return max(4, triton.next_power_of_2(self.GQA_GROUP))
 
     @property
-    def HP(self) -> int:
-        """KV heads, padded."""
-        return triton.next_power_of_2(self.KV_HEADS)
-
-    @property
     def DP(self) -> int:
         """D, padded."""
         return triton.next_power_of_2(self.D)
