@@ -6,7 +6,7 @@ Every figure is the median of CUDA-graph replays. Before each replay the L2 cach
 writing would leave the cache full of lines that the kernel must write back (5 to 8 us), which does not happen in a
 decode step; decode rows also have the time after such a flush. A kernel with a wrong result gets no speed. Each kernel
 is checked first (attention against float64 on the same codes, records bit for bit), and an error beyond the bound ends
-the run. Takes about 2 minutes on one GPU.
+the run.
 """
 
 from __future__ import annotations

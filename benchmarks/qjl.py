@@ -7,7 +7,8 @@ query q,
 
 is unbiased over S, with variance at most pi / (2 D) |q|^2 |r|^2 (QJL, lemma 3.5; TurboQuant, arXiv 2504.19874,
 algorithm 2). A softmax exponentiates scores, so the bias that the sketch removes matters less than the variance that it
-adds: docs/methods.md has both. Serving it would take a second query S q and a second set of planes in every kernel.
+adds: docs/notes/methods.md has both. Serving it would take a second query S q and a second set of planes in every
+kernel.
 """
 
 from __future__ import annotations

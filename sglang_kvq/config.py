@@ -31,7 +31,7 @@ class KVQuantConfig:
         recent_min: number of recent tokens that every running request keeps in BF16 when BF16 pages run short; a
             multiple of ``PAGE_SIZE``. None means all of them, so that no request starts without room for its whole
             window; in a shared memory None means 0.
-        group_size: elements along head_dim (for KIVI's keys: tokens) that share one scale and zero; None means
+        group_size: elements along head_dim (for KIVI's keys: tokens) that share one scale and offset; None means
             ``min(head_dim, 128)`` (for KIVI's keys: the page).
         clip_k, clip_v: quantile of ``|x|`` over a head's row beyond which keys/values are clipped, in (0, 1]; 1 clips
             nothing; None means the value in the rotation file, or the method's default. A given value applies to codes

@@ -14,7 +14,7 @@ Layers may have different widths. Every layer's part begins at a multiple of 16 
 * Loads read host memory in the kernel ``kernels.tiers.host_rows``, with one launch for each layer.
 * Backups gather pages into a buffer on the GPU with the same kernel, and the copy engine copies the buffer to the host.
   A kernel that writes to host memory would slow other kernels: concurrent decode steps took up to 3.2 times as long
-  (docs/hicache.md).
+  (docs/notes/hicache.md).
 
 The kernel needs host rows that begin at multiples of 16 bytes.
 """

@@ -28,9 +28,9 @@ kvq eval --model M --methods none,hadamard,oscar@my-rotations --tasks kl,needle 
 kvq eval --model M --methods none,oscar --gpus 0,1,2,3 --chunked-prefill-size 128,own --tasks kl,multi_key
 --text held_out.txt --out results
 
-kvq eval --map results more-results --out benchmarks/results/precise_M.json
+kvq eval --map results more-results --out precise_M.json
 
-kvq eval --report benchmarks/results/accuracy_*.json --out docs/results/accuracy.md
+kvq eval --report results/accuracy_*.json precise_M.json --out accuracy.md
 
 Words after -- go to every server that is started. The same `kvq eval` resumes where it stopped.
 """

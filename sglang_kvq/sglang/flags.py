@@ -52,7 +52,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--kv-quant",
         choices=("none", *METHOD_NAMES),
         default="none",
-        help=f"Keep most of the KV cache in 2 to 4 bits. {methods}. Default: none.",
+        help=f"Keep most of the KV cache in 1.25 to 4 bits. {methods}. Default: none.",
     )
     add(
         "--kv-quant-bits",
@@ -106,7 +106,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--kv-quant-group-size",
         type=int,
         metavar="ELEMENTS",
-        help="Elements of a head that share a scale and zero. Default: head_dim, at most 128.",
+        help="Elements of a head that share a scale and an offset. Default: head_dim, at most 128.",
     )
     add(
         "--kv-quant-clip-k",

@@ -7,8 +7,8 @@ A page's records of one layer are contiguous on both sides. They are opaque byte
 device says where each layer's records are, so that one launch can gather layers of different widths.
 
 Programs share the rows (page, layer). Those that read host memory slow the kernels that run meanwhile: decode steps by
-2% with 4 programs, by 17% with 16 (docs/hicache.md). So loads have ``_LOADERS`` programs. A backup first gathers pages
-on the device, with ``_GATHERERS`` programs; then the copy engine moves them (``cache.host_pages``).
+2% with 4 programs, by 17% with 16 (docs/notes/hicache.md). So loads have ``_LOADERS`` programs. A backup first gathers
+pages on the device, with ``_GATHERERS`` programs; then the copy engine moves them (``cache.host_pages``).
 
 The host's side of a load is a tensor in pinned memory: Triton asks the driver for the device address of each argument,
 and refuses memory that the device cannot reach.

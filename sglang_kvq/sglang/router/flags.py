@@ -91,7 +91,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--episodic-sessions",
-        "Maximum number of remembered sessions; a new session replaces the least recently used one.",
+        "Maximum number of remembered sessions. If there are more, the tenant with the most loses the one used longest "
+        "ago.",
         type=int,
         metavar="N",
     )
@@ -103,8 +104,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--episodic-state-memory",
-        "MiB that embeddings, word indexes and tokens of all sessions take at most, in the process that serves HTTP; "
-        "sessions used longest ago are forgotten for others.",
+        "MiB that embeddings, word indexes, tokens and episodes of all sessions take at most, in the process that "
+        "serves HTTP. If they take more, the tenant with the most loses the sessions used longest ago.",
         type=int,
         metavar="MIB",
     )
