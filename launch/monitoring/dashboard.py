@@ -67,7 +67,7 @@ PANELS = (
         (
             (of_sglang("num_running_reqs"), "running"),
             (of_sglang("num_queue_reqs"), "queued"),
-            ("sglang_kvq_held_back_requests", "held back by BF16 pages"),
+            ("sglang_kvq_held_back_requests", "held back: no room for another window"),
         ),
     ),
     Panel("Window pages read in few bits", (("sglang_kvq_lost_window_pages", "pages"),)),

@@ -55,10 +55,15 @@ def prefill_batch(server_args: ServerArgs) -> int:
     return prefill_chunk(server_args) or int(resolved(server_args, "max_prefill_tokens"))
 
 
+def drafts(server_args: ServerArgs) -> int:
+    """Returns how many tokens of each request a step verifies; 0 without speculative decoding."""
+    speculates = resolved(server_args, "speculative_algorithm") is not None
+    return int(resolved(server_args, "speculative_num_draft_tokens") or 1) if speculates else 0
+
+
 def step_tokens(server_args: ServerArgs) -> int:
     """Returns how many tokens a decode step writes for each request: one, or the number of drafts."""
-    drafts = resolved(server_args, "speculative_algorithm") and resolved(server_args, "speculative_num_draft_tokens")
-    return int(drafts or 1)
+    return drafts(server_args) or 1
 
 
 def typed(server_args: ServerArgs, field: str) -> bool:

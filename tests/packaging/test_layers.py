@@ -15,7 +15,7 @@ from tests.conftest import ROOT
 #: Layers from the lowest up. A package imports only packages before it, at the top of a file or within a function.
 LAYERS = (
     ("constants", "errors", "releases", "cpus", "phases", "interruption", "rotation_zoo"),
-    ("arguments", "usage", "server_process"),
+    ("arguments", "server_process"),
     ("formats",),
     ("methods", "kernels"),
     ("sessions", "evaluation"),

@@ -178,7 +178,5 @@ def create_ops(
     )
     logger.info("kv-quant compiles kernels that %s lacks; on a new host this takes about half a minute", triton_cache())
     sinks = sink_types(model_runner.model, layer_ids)
-    args = model_runner.server_args
-    drafts = compat.step_tokens(args) if compat.resolved(args, "speculative_algorithm") else 0
-    compile_kernels(ops, drafts, sinks, scores)
+    compile_kernels(ops, compat.drafts(model_runner.server_args), sinks, scores)
     return ops

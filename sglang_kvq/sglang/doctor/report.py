@@ -111,7 +111,8 @@ def plugin_is_visible() -> str:
         found = [e for e in metadata.entry_points(group=group) if e.name == ENTRY_POINT]
         if not found:
             raise Failed(
-                f"no entry point {ENTRY_POINT} in group {group}. Run pip install sglang-kvq in this environment."
+                f"no entry point {ENTRY_POINT} in group {group}. Run pip install . in a clone of sglang-kvq, in this "
+                "environment."
             )
         found[0].load()
     allowed = {name.strip() for name in os.environ.get("SGLANG_PLUGINS", "").split(",") if name.strip()}

@@ -67,7 +67,7 @@ def _choose(configurator: Configurator, config: KVQuantConfig, budget: int) -> S
 
 def _drafts(configurator: Configurator) -> int:
     """Returns how many states speculation keeps for a running request: one after each draft."""
-    return int(compat.resolved(configurator.server_args, "speculative_num_draft_tokens") or 0)
+    return compat.drafts(configurator.server_args)
 
 
 def _geometry(configurator: Configurator, config: KVQuantConfig) -> KVGeometry:

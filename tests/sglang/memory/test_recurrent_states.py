@@ -117,6 +117,11 @@ def test_drafts_have_states_of_their_own(configured, log, requests):
     assert left > 0 and "5 for each running request and 4 for its drafts" in log[-1]
 
 
+def test_a_number_of_drafts_without_an_algorithm_is_ignored(configured, log):
+    assert configured("--speculative-num-draft-tokens", "4")[1] == configured()[1]
+    assert "drafts" not in log[-1]
+
+
 @pytest.mark.parametrize(
     ("flags", "ratio"),
     [
