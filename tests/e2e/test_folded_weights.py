@@ -26,4 +26,6 @@ def test_folded_weights_are_refused_with_the_reason(chat):
     ):
         answer = chat.post(path, **body)
         assert answer.status_code == 400 and "folded the value rotation" in answer.text, (name, answer.text)
+    missing = chat.post("/get_weights_by_name", name="model.layers.99.self_attn.v_proj.weight")
+    assert missing.status_code == 400 and "folded" not in missing.text, missing.text
     assert chat.generate([1, 2, 3], 2)["output_ids"]

@@ -9,7 +9,7 @@ import torch
 
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.sglang import compat, runtime
-from sglang_kvq.sglang.runtime import config_of, logger
+from sglang_kvq.sglang.runtime import logger
 from sglang_kvq.sglang.types import Original, ServerArgs
 
 #: Architectures whose attention is qkv_proj -> (norm, rope on q and k) -> attention -> o_proj. They apply nothing else
@@ -185,22 +185,26 @@ def is_folded_weight(name: str) -> bool:
     return not {"v_proj", "qkv_proj", "o_proj"}.isdisjoint(name.split("."))
 
 
+#: Answer of a worker that refuses to give a weight. No weight has such a value; SGLang's None means no such weight.
+NOT_GIVEN: list[list[float]] = [[]]
+
+
 def refuse_reading(original: Original, self: Any, name: str, *args: Any, **kwargs: Any) -> Any:
-    """AROUND ``WeightExporter.get_weights_by_name``: refuses folded weights like SGLang, with None and a log line."""
-    if folded() and is_folded_weight(name):
-        logger.error("get_weights_by_name %s: %s", name, _NO_EXPORT)
-        return None
-    return original(self, name, *args, **kwargs)
+    """AROUND ``WeightExporter.get_weights_by_name``: refuses folded weights, with ``NOT_GIVEN`` and a log line."""
+    found = original(self, name, *args, **kwargs)
+    if found is None or not folded() or not is_folded_weight(name):
+        return found
+    logger.error("get_weights_by_name %s: %s", name, _NO_EXPORT)
+    return NOT_GIVEN
 
 
 async def explain_refusal(original: Original, self: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:
-    """AROUND ``TokenizerControlMixin.get_weights_by_name``: explains a refusal, for which the scheduler returns None.
+    """AROUND ``TokenizerControlMixin.get_weights_by_name``: says why a worker refused.
 
     Raises:
-        KVQuantError: a worker returned None for a parameter that may be folded.
+        KVQuantError: a worker answered ``NOT_GIVEN``.
     """
     found = await original(self, obj, *args, **kwargs)
-    missing = found is None or any(part is None for part in found)  # one entry per data-parallel rank
-    if missing and is_folded_weight(obj.name) and config_of(self.server_args) is not None:
+    if found is not None and (found == NOT_GIVEN or NOT_GIVEN in found):  # data-parallel ranks each have an answer
         raise KVQuantError(f"{obj.name} is not available: {_NO_EXPORT}")
     return found

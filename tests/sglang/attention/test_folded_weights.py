@@ -20,7 +20,6 @@ from sglang_kvq.config import KVQuantConfig
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.sglang import compat, hooks, runtime
 from sglang_kvq.sglang.attention import folded_weights
-from sglang_kvq.sglang.runtime import CONFIG_ATTRIBUTE
 
 HIDDEN, Q_HEADS, KV_HEADS, D = 96, 6, 2, 64
 
@@ -305,7 +304,7 @@ def test_refused_while_folded(applied, folded, hook):
         with pytest.raises(KVQuantError, match="folded.*without --kv-quant"):
             handler(lambda *a: pytest.fail("ran"), None, *words)
     elif hook.handler == "attention.folded_weights:refuse_reading":
-        assert handler(lambda *a: pytest.fail("ran"), None, *words) is None
+        assert handler(lambda *a: [0.5], None, *words) == folded_weights.NOT_GIVEN
     else:
         answer = handler(lambda *a: pytest.fail("ran"), None, *words)
         done, message = answer if isinstance(answer, tuple) else (answer.success, answer.message)
@@ -328,21 +327,27 @@ def test_refused_while_folded(applied, folded, hook):
 def test_only_what_is_folded_cannot_be_read(folded, caplog, name, is_folded):
     with caplog.at_level("ERROR", logger="sglang_kvq"):
         found = folded_weights.refuse_reading(lambda self, name, size: [1.0], None, name, 100)
-    assert found == (None if is_folded else [1.0])
+    assert found == (folded_weights.NOT_GIVEN if is_folded else [1.0])
     assert (name in caplog.text) == is_folded
+    missing = folded_weights.refuse_reading(lambda self, name, size: None, None, name, 100)
+    assert missing is None, "a parameter that the model does not have was said to be folded"
 
 
-@pytest.mark.parametrize("found", [None, [None, None], [[1.0], None]], ids=["one", "ranks", "some ranks"])
+@pytest.mark.parametrize("found", [[[]], [[[]], [[]]], [[1.0], [[]]]], ids=["one", "ranks", "some ranks"])
 def test_a_client_is_told_why(found):
     """The client gets the reason as an exception, which SGLang turns into an error response."""
+    name = "model.layers.0.self_attn.o_proj.weight"
+    with pytest.raises(KVQuantError, match=f"{name} is not available: --kv-quant folded"):
+        _explained(found, name)
 
+
+@pytest.mark.parametrize("found", [None, [None, None], [], [0.5], [[0.5, 1.0]], [[0.5], None]])
+def test_a_parameter_that_is_missing_or_given_is_not_called_folded(found):
+    assert _explained(found, "model.layers.99.self_attn.v_proj.weight") == found
+
+
+def _explained(found, name):
     async def original(self, obj, request=None):
         return found
 
-    name = "model.layers.0.self_attn.o_proj.weight"
-    manager = SimpleNamespace(server_args=SimpleNamespace(**{CONFIG_ATTRIBUTE: KVQuantConfig("hadamard")}))
-    with pytest.raises(KVQuantError, match=f"{name} is not available: --kv-quant folded"):
-        asyncio.run(folded_weights.explain_refusal(original, manager, SimpleNamespace(name=name), None))
-    others = (manager, "lm_head.weight"), (SimpleNamespace(server_args=SimpleNamespace()), name)
-    for other, asked in others:
-        assert asyncio.run(folded_weights.explain_refusal(original, other, SimpleNamespace(name=asked))) == found
+    return asyncio.run(folded_weights.explain_refusal(original, None, SimpleNamespace(name=name), None))
