@@ -71,7 +71,7 @@ class Pair(Driver):
         self.prompts: list[list[int]] = []
         self.under_way: list[Sent] = []
         self.retracted: list[tuple[Request, SavedRow]] = []
-        self.counts = {"arrived": 0, "aborted": 0, "restored": 0, "prefix": 0, "replaced": 0, "incomplete": 0}
+        self.counts = {"arrived": 0, "aborted": 0, "restored": 0, "prefix": 0}
 
     # -- the prefill server --------------------------------------------------------------------------
 
@@ -141,7 +141,6 @@ class Pair(Driver):
         assert len(rows[0]) == len(rows[1])
         move(self.sender.staging.buffers(), self.receiver.staging.buffers(), *rows)  # frees the entry for the next one
         theirs.fresh = bool((self.receiver.staging.table[0, rows[1], -PACKED_TAIL] > 0).all())
-        self.counts["incomplete"] += not theirs.fresh
         self.under_way.append(sent)
 
     def arrive(self, *batch: Sent) -> None:
@@ -151,9 +150,7 @@ class Pair(Driver):
             self.receiver.arrive(sent.decode.row, sent.decode.stored, sent.prefix, self.model.tiers)
             self.counts["restored" if sent.prefill is None else "arrived"] += 1
         for sent in batch if self.radix else ():
-            own = self.model.row_pages(sent.decode, sent.decode.stored)
             self.model.publish(sent.decode, finished=False)
-            self.counts["replaced"] += own != self.model.row_pages(sent.decode, sent.decode.stored)
         self.decoding += [sent.decode for sent in batch]
 
     def abort(self, sent: Sent) -> None:

@@ -14,5 +14,5 @@ def test_random_schedules(seed):
     """Tables equal those of plans in torch, and every read of the decode server finds its tokens."""
     pair = Pair(random.Random(700 + seed), overlap=True, radix=seed % 2 == 0, manager=TwinTierManager)
     pair.run(40)
-    assert pair.counts["arrived"] > 2 and pair.model.tiers.plans > 5, pair.counts
+    assert pair.counts["arrived"] > 2 and pair.model.tiers.plans > 2, pair.counts
     pair.finish()

@@ -56,7 +56,7 @@ def test_a_retracted_request_goes_on_where_it_was(steps):
 def test_random_schedules_with_a_radix_tree_on_the_decode_server(seed, format):
     pair = Pair(random.Random(800 + seed), seed % 4 > 0, format, radix=True)
     pair.run(120)
-    assert pair.counts["prefix"] and pair.counts["replaced"], pair.counts
+    assert pair.counts["prefix"], pair.counts
     pair.finish()
 
 
