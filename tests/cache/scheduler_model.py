@@ -14,7 +14,8 @@ knows are published.
 If pages and BF16 pages share one memory (``shared``), ids differ from page numbers, and the scheduler divides the
 memory (``cache.shared.split``).
 
-With host memory (``add_host``), pages are backed up and loaded by copies that happen late (``host_model``).
+With host memory (``add_host``), pages are backed up and loaded by copies that happen late (``host_model``). Requests
+that another server has computed arrive in ``arrivals``.
 """
 
 from __future__ import annotations

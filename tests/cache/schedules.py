@@ -150,6 +150,9 @@ class Driver:
     def leave(self, request: Request, publish: bool) -> None:
         self.model.leave(request, publish, self.end(request))
 
+    def retract(self, request: Request) -> None:
+        self.leave(request, publish=False)
+
     def end(self, request: Request) -> int:
         """Returns the tokens of a request that leaves, without those of the step that already runs.
 
@@ -186,7 +189,7 @@ class Driver:
         model, rng = self.model, self.rng
         self.evict(self.pages_wanted() - model.room())
         while self.pages_wanted() > model.room():
-            self.leave(self.decoding[-1], publish=False)
+            self.retract(self.decoding[-1])
         if not self.decoding:
             return
         for request in self.decoding:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import random
 
-from sglang_kvq.cache.triton_tiers import TritonTierManager
-from tests.sglang.disaggregation.test_handover import Pair
+from tests.cache.arrivals import Pair
+from tests.kernels.tier_twins import TwinTierManager
+from tests.pairs import each, few
 
 
-def test_random_schedules():
-    """Every read of the decode server finds its tokens, as in ``tests/sglang/disaggregation/test_handover.py``."""
-    pair = Pair(random.Random(703), overlap=True, manager=TritonTierManager)
+@each(seed=few(range(4), 2))
+def test_random_schedules(seed):
+    """Tables equal those of plans in torch, and every read of the decode server finds its tokens."""
+    pair = Pair(random.Random(700 + seed), overlap=True, radix=seed % 2 == 0, manager=TwinTierManager)
     pair.run(40)
-    assert pair.counts["arrived"] > 2, pair.counts
+    assert pair.counts["arrived"] > 2 and pair.model.tiers.plans > 2, pair.counts
     pair.finish()

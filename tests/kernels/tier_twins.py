@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from sglang_kvq.cache.pending import Fill, MovedBF16Pages, MovedBoundary
+from sglang_kvq.cache.pending import ArrivedRequest, Fill, MovedBF16Pages, MovedBoundary
 from sglang_kvq.cache.pool import PagePool
 from sglang_kvq.cache.sink_token_cache import SinkTokenCache
 from sglang_kvq.cache.tiers import QuantizeSlots, RestorePages, TierManager
@@ -129,7 +129,8 @@ class TwinTierManager(TierManager):
                     self.apply_pending()
             return
         self.kernels.pool.req_to_token.copy_(self.pool.req_to_token)
-        events = self.kernels.pending._events = list(events)
+        # A window that arrives is given back once both have read it.
+        self.kernels.pending._events = [e._replace(done=list) if isinstance(e, ArrivedRequest) else e for e in events]
         fills = sum(isinstance(event, Fill) for event in events)
         if fills:  # both start from the same records, in separate tensors
             for own, ours in zip(self.kernels.pool.stores, self.pool.stores):
@@ -146,6 +147,11 @@ class TwinTierManager(TierManager):
                 of = slice(None) if self.places is None else self.page_valid.nonzero().flatten()
                 assert torch.equal(own.records.cpu()[:, of], ours.records[:, of]), "records of pages that were filled"
         self.filled += fills
+
+    def record_pages(self, pages: torch.Tensor) -> None:
+        super().record_pages(pages)
+        self.kernels.record_pages(pages.to(DEVICE))
+        assert_same(self.kernels, self)
 
     def before_backup(self, pages: torch.Tensor) -> None:
         super().before_backup(pages)
