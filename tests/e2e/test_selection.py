@@ -120,9 +120,9 @@ def test_chosen_pages_are_all_that_is_read(servers, model, text, pages):
     assert sum(abs(a - b) for a, b in zip(logprobs(meta), wrong)) / len(wrong) > 2 * CLOSE
 
 
-def exchanged(pages: tuple[int, ...]) -> tuple[int, ...]:
+def exchanged(pages: list[int]) -> list[int]:
     """Returns these pages with another page instead of the last."""
-    return tuple(sorted({*pages[:-1], next(page for page in range(PAGES - 1, 0, -1) if page not in pages)}))
+    return sorted({*pages[:-1], next(page for page in range(PAGES - 1, 0, -1) if page not in pages)})
 
 
 def readings(model, chosen: list[Selection], tail: list[int], metas: list[dict]) -> list[tuple[Readings, Readings]]:
@@ -131,8 +131,9 @@ def readings(model, chosen: list[Selection], tail: list[int], metas: list[dict])
     for selection, meta in zip(chosen, metas):
         history, said = selection.history.tolist(), tail[1:] + answer_of(meta)
         top = [{token: found} for token, found in zip(said, logprobs(meta), strict=True)]
-        answer = SessionAnswer("", history + tail[:1], said, [], 0, top, len(history), tuple(selection.pages.tolist()))
-        answers += [answer, replace(answer, pages=exchanged(answer.pages))]
+        pages = selection.pages.tolist()
+        answer = SessionAnswer("", history + tail[:1], said, [], 0, top=top, history=len(history), pages=pages)
+        answers += [answer, replace(answer, pages=exchanged(pages))]
     found = both_ends(model).several(answers)
     return list(zip(found[::2], found[1::2]))
 
