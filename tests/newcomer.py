@@ -7,6 +7,7 @@ many heads. Its rotations are in a hub cache, in the place and layout in which t
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import re
@@ -16,6 +17,7 @@ import signal
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -174,6 +176,7 @@ class Node:
             for command in commands:
                 print(f"[{time.strftime('%H:%M:%S')}] $ {command}", flush=True)
                 if is_server(command):
+                    servers.enter_context(_alone())
                     servers.enter_context(self.serving(command, where))
                 else:
                     said = self.run(command, where)
@@ -254,6 +257,14 @@ def _without_git() -> list[str]:
     """Returns the files of a checkout without git, such as an archive, except its hidden folders."""
     paths = (path.relative_to(ROOT) for path in ROOT.rglob("*") if path.is_symlink() or path.is_file())
     return [str(path) for path in paths if "__pycache__" not in path.parts and path.parts[0][0] != "."]
+
+
+@contextlib.contextmanager
+def _alone() -> Iterator[None]:
+    """Waits until no other job of ``./test`` has a server at ``URL``."""
+    with (Path(tempfile.gettempdir()) / "sglang-kvq-30000.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def _healthy() -> bool:
