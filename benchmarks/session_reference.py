@@ -40,7 +40,7 @@ PIECE = 4 * PAGE_SIZE
 PARTS = 4
 
 
-@dataclass
+@dataclass(kw_only=True)  # ``Answer`` may get further fields
 class SessionAnswer(Answer):
     """An answer in a session.
 
