@@ -60,13 +60,9 @@ def test_turns_prefixes_and_aborts_raise_nothing(canary):
     assert again["meta_info"]["cached_tokens"] >= 128
     # In a batch of two cold requests with a common prefix, one row is pointed to the other's pages.
     client.generate([list(range(1000, 1000 + n)) for n in (150, 300)], 6)
-    with requests.post(
-        f"{client.url}/generate",
-        stream=True,
-        timeout=300,
-        json={"input_ids": base, "stream": True, "sampling_params": {"max_new_tokens": 400, "ignore_eos": True}},
-    ) as response:
-        next(response.iter_lines())
+    chunks = client.stream(base, 400)
+    next(chunks)
+    chunks.close()  # closing the connection aborts the request
     client.generate(base[:150] + base[:100], 6)
     client.flush()
     client.generate(base, 8)

@@ -58,9 +58,12 @@ class Sessions(Client):
 
     def computed_tokens(self) -> float:
         """Returns how many tokens of sessions the model has computed since the server started."""
-        name = "sglang_kvq_session_computed_tokens_total "
+        return self.metric("sglang_kvq_session_computed_tokens_total ")
+
+    def metric(self, name: str) -> float:
+        """Returns the sum of the samples of a metric; ``name`` ends with what follows it, a space or ``{``."""
         lines = requests.get(f"{self.url}/metrics", timeout=300).text.splitlines()
-        return sum(float(line.split(" ")[1]) for line in lines if line.startswith(name))
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name))
 
     def delete(self, name: str) -> requests.Response:
         return requests.delete(f"{self.url}/v1/sessions/{name}", headers=self.headers, timeout=300)
@@ -405,11 +408,7 @@ def test_an_abort_in_the_queue_is_sglangs_own(small, text, stream):
 
     def waits_for(running: int, waiting: int) -> None:
         deadline, names = time.monotonic() + 300, ("sglang:num_running_reqs{", "sglang:num_queue_reqs{")
-        while True:
-            lines = requests.get(f"{small.url}/metrics", timeout=300).text.splitlines()
-            found = [sum(float(line.rsplit(" ")[-1]) for line in lines if line.startswith(name)) for name in names]
-            if found == [running, waiting]:
-                return
+        while (found := [small.metric(name) for name in names]) != [running, waiting]:
             assert time.monotonic() < deadline, found
             time.sleep(0.05)
 

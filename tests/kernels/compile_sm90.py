@@ -22,6 +22,7 @@ Another Triton release needs no environment: put its folder ahead of the install
     PYTHONPATH=/tmp/triton-3.6 python tests/kernels/compile_sm90.py
 """
 
+import argparse
 import re
 import subprocess
 import sys
@@ -405,16 +406,19 @@ def main() -> None:
     triton.runtime.jit.JITFunction.run = compile_launch
     device_launch.searches = True
     triton_ops.INTERPRETED = True  # lets the backend run on CPU tensors; the kernels are not interpreted
-    words = sys.argv[1:]
-    arch = next((int(word.removeprefix("--arch=")) for word in words if word.startswith("--arch=")), 90)
-    STATE.target = GPUTarget("cuda", arch, 32)
-    triton_ops.can_overlap = quantize_pages.has_pairs = lambda device: arch >= 90
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"some of {', '.join(PARTS)}")
+    parser.add_argument("--all", action="store_true", help="everything that tests use")
+    parser.add_argument("--sass", metavar="SCENE", help="the only scene to disassemble; none for none")
+    parser.add_argument("--arch", type=int, choices=MOST_SHARED, default=90, help="compute capability times ten")
+    args = parser.parse_args()
+    STATE.target, STATE.disassembled = GPUTarget("cuda", args.arch, 32), args.sass
+    triton_ops.can_overlap = quantize_pages.has_pairs = lambda device: args.arch >= 90
     triton_ops.decode, verification.decode = counted_on(triton_ops.decode), counted_on(verification.decode)
     triton_ops.extend = counted_on(triton_ops.extend)
     print(f"triton {triton.__version__}")
-    STATE.disassembled = next((word.removeprefix("--sass=") for word in words if word.startswith("--sass=")), None)
-    for name in [word for word in words if not word.startswith("--")] or PARTS:
-        PARTS[name]("--all" in sys.argv)
+    for name in args.parts or PARTS:
+        PARTS[name](args.all)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -169,8 +169,7 @@ class TierState:
             return pages
         slots = self.pool.page_slot
         holder = torch.arange(len(slots), device=slots.device)
-        for move in self.moving:
-            own, kept = (self.pages_of(ids.to(slots.device, non_blocking=True)) for ids in move)
+        for own, kept in self._moves():
             own = holder[own]
             waits = (slots[own] > 0) & (slots[kept] < 0) & (holder[kept] == kept)
             holder = holder.index_put((torch.where(waits, kept, 0),), torch.where(waits, own, 0))
@@ -179,11 +178,15 @@ class TierState:
     def gives_way(self, pages: torch.Tensor) -> torch.Tensor:
         """Returns bool ``[n]``: pages that ``moving`` replaces by pages that have BF16 copies already."""
         found = torch.zeros_like(pages, dtype=torch.bool)
-        for move in self.moving:
-            own, kept = (self.pages_of(ids.to(pages.device, non_blocking=True)) for ids in move)
+        for own, kept in self._moves():
             there = (own != kept) & (self.pool.page_slot[kept] > 0)
             found |= ((pages[:, None] == own) & there).any(1)
         return found
+
+    def _moves(self) -> Iterator[tuple[torch.Tensor, ...]]:
+        """Yields the pages of each of ``moving``: int64 ``[n]`` that are replaced, and those that replace them."""
+        for move in self.moving:
+            yield tuple(self.pages_of(ids.to(self.pool.device, non_blocking=True)) for ids in move)
 
     # -- slots for pages, records for pages ---------------------------------------------------------
 

@@ -46,9 +46,10 @@ class MathTask:
     name: str = "math"
 
     def __post_init__(self) -> None:
-        if self.path is None and self.problems > MOST:
+        if self.path:
+            self._read()  # refuses a broken file before any server runs
+        elif self.problems > MOST:
             raise KVQuantError(f"--math-problems {self.problems}: at most {MOST} are generated. Or give --math FILE.")
-        self._read()  # refuses a broken file before any server runs
 
     def identity(self) -> dict[str, Any]:
         source = file_identity(self.path) if self.path else {"file": None}
