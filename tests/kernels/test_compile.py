@@ -11,7 +11,7 @@ import pytest
 from tests import pairs
 from tests.conftest import ROOT
 
-#: Most instructions per kernel at head_dim 128: at least a tenth above the counts of Triton 3.6 and 3.9. A compiler
+#: Most instructions per kernel at head_dim 128: at least a tenth above the counts of Triton 3.6 to 3.9. A compiler
 #: that loses track of contiguity, or spreads a row's planes over lanes, emits two to five times as many.
 MOST = {
     "geometries": {

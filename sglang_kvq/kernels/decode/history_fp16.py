@@ -27,7 +27,7 @@ from sglang_kvq.kernels.device.codes import page_bytes
 from sglang_kvq.kernels.device.common import PAGE, page_of, quad_order
 from sglang_kvq.kernels.device.int8 import base_of, half_scales
 from sglang_kvq.kernels.device.softmax import NEVER, Softmax, first_columns
-from sglang_kvq.kernels.device.unpack import two_bits
+from sglang_kvq.kernels.device.unpack import own_tiles, two_bits
 
 #: Value of one code: the least subnormal number of FP16.
 CODE = tl.constexpr(2.0**-24)
@@ -273,8 +273,9 @@ def _fields(words, PLAIN: tl.constexpr):
         upper = (words >> 8) & 0xFF
         x0, x1, x2, x3 = subnormal(words & 3), subnormal(words & 12), subnormal(words & 48), subnormal(words & 192)
         y0, y1, y2, y3 = subnormal(upper & 3), subnormal(upper & 12), subnormal(upper & 48), subnormal(upper)
+        return x0, x1, x2, x3, y0, y1, y2, y3
     else:
-        x0, x1, x2, x3, y0, y1, y2, y3 = tl.inline_asm_elementwise(
+        tiles = tl.inline_asm_elementwise(
             asm="""{
             .reg .b32 upper;
             prmt.b32 upper, $8, 0, 0x4341;
@@ -293,7 +294,7 @@ def _fields(words, PLAIN: tl.constexpr):
             is_pure=True,
             pack=2,
         )
-    return x0, x1, x2, x3, y0, y1, y2, y3
+        return own_tiles(tiles, 0)
 
 
 @triton.jit
@@ -306,8 +307,9 @@ def _quads(packed, PLAIN: tl.constexpr):
     if PLAIN:
         x0, x1 = subnormal(packed & 3), subnormal(packed & 12)
         x2, x3 = subnormal(packed & 48), subnormal(packed & tl.where(_is_second(packed.shape[1]), 255, 192)[None, :])
+        return x0, x1, x2, x3
     else:
-        x0, x1, x2, x3 = tl.inline_asm_elementwise(
+        tiles = tl.inline_asm_elementwise(
             asm="""{
             .reg .b32 upper;
             prmt.b32 upper, $8, 0, 0x4341;
@@ -326,7 +328,7 @@ def _quads(packed, PLAIN: tl.constexpr):
             is_pure=True,
             pack=4,
         )
-    return x0, x1, x2, x3
+        return own_tiles(tiles, 0)
 
 
 @triton.jit

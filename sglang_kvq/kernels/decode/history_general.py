@@ -33,7 +33,7 @@ from sglang_kvq.kernels.device.int8 import (
     weight_operands,
 )
 from sglang_kvq.kernels.device.softmax import NEVER, Softmax
-from sglang_kvq.kernels.device.unpack import centre, in_steps, multiple, step, unpack, unpack_odd
+from sglang_kvq.kernels.device.unpack import centre, in_steps, multiple, own_tiles, step, unpack, unpack_odd
 
 
 @triton.jit
@@ -86,7 +86,7 @@ def history_general(
         s_k, z_k, s_v, z_v = tile_scales(tl.load(scales + first_scales))  # [TILE] each
         page_records = (records + base_a, records + base_b)
         if KEYS.channel:
-            x = _channel_scores(k, q, page_records, second, token, scale_log2, KEYS, SHAPE)
+            x = _channel_scores(k, q, page_records, second, token, scale_log2, KEYS, SHAPE, PLAIN)
         else:
             x = _token_scores(k, operands, (s_k, z_k), scales, page_records, second, scale_log2, KEYS, SHAPE)
         position = (index + second.to(tl.int32)) * PAGE + token
@@ -322,7 +322,9 @@ def _offset(scale, offset, CODES: tl.constexpr):
 
 
 @triton.jit
-def _channel_scores(k, q, page_records, second, token, scale_log2, CODES: tl.constexpr, SHAPE: tl.constexpr):
+def _channel_scores(
+    k, q, page_records, second, token, scale_log2, CODES: tl.constexpr, SHAPE: tl.constexpr, PLAIN: tl.constexpr
+):
     """Computes q k of a tile, float32 [2 PAGE, HEADS], for keys with a scale per channel and run of tokens."""
     TILE: tl.constexpr = 2 * PAGE
     RUN: tl.constexpr = CODES.group
@@ -331,7 +333,8 @@ def _channel_scores(k, q, page_records, second, token, scale_log2, CODES: tl.con
     x = tl.zeros([TILE, HEADS], tl.float32)
     for r in tl.static_range(2 * RUNS):
         page = page_records[r // RUNS]
-        part = _run_scores(k, q, page.to(tl.pointer_type(tl.float16)) + r % RUNS * SHAPE.D, CODES, SHAPE)
+        codes = k if PLAIN else (own_tiles(k[0], r), own_tiles(k[1], r))
+        part = _run_scores(codes, q, page.to(tl.pointer_type(tl.float16)) + r % RUNS * SHAPE.D, CODES, SHAPE)
         mine = (second == (r >= RUNS)) & (token // RUN == r % RUNS)
         x = tl.where(mine[:, None], part * scale_log2, x)
     return x

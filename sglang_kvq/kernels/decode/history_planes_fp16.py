@@ -52,9 +52,10 @@ from sglang_kvq.kernels.device.plane_codes import (
     tile_bytes,
 )
 from sglang_kvq.kernels.device.softmax import NEVER, Softmax, first_columns, have_risen, raised
+from sglang_kvq.kernels.device.unpack import own_tiles
 
-#: True if an operand of joined tiles has two neighbors in each lane, not four: Triton 3.9, unlike 3.6.
-_PAIRS = tl.constexpr(tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9))
+#: True if an operand of joined tiles has two neighbors in each lane, not four: since Triton 3.8.
+_PAIRS = tl.constexpr(tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 8))
 #: Exponent bits of a gain's byte.
 _EXPONENT = tl.constexpr(0xF8)
 
@@ -464,7 +465,7 @@ def _of_words(
         cut = _cut(CODES, CELL, FIELD, SHARE)
         return subnormal(words & cut), subnormal((words.to(tl.int32) >> 8) & cut)
     else:
-        return tl.inline_asm_elementwise(
+        tiles = tl.inline_asm_elementwise(
             asm=words_ptx(CODES, CELL, FIELD, SHARE),
             constraints="=&r,=&r,r",
             args=[words],
@@ -472,6 +473,7 @@ def _of_words(
             is_pure=True,
             pack=2,
         )
+        return own_tiles(tiles, 0)
 
 
 @triton.constexpr_function

@@ -55,10 +55,11 @@ def unpack(low, high, shift, CODES: tl.constexpr, FIXED: tl.constexpr, PLAIN: tl
         x1 = _plain(low, high, shift, 1, CODES)
         x2 = _plain(low, high, shift, 2, CODES)
         x3 = _plain(low, high, shift, 3, CODES)
+        return x0, x1, x2, x3
     elif CODES.bits == 2:
-        x0, x1, x2, x3 = two_bits(low, 3, PLAIN)
+        return two_bits(low, 3, PLAIN)
     elif CODES.bits == 3 and FIXED is None:
-        x0, x1, x2, x3 = tl.inline_asm_elementwise(
+        tiles = tl.inline_asm_elementwise(
             asm=_assembly(CODES, None),
             constraints="=r,=r,=r,=r,r,r,r,r,r,r",
             args=[low, high, shift],
@@ -66,8 +67,9 @@ def unpack(low, high, shift, CODES: tl.constexpr, FIXED: tl.constexpr, PLAIN: tl
             is_pure=True,
             pack=4,
         )
+        return own_tiles(tiles, 0)
     else:
-        x0, x1, x2, x3 = tl.inline_asm_elementwise(
+        tiles = tl.inline_asm_elementwise(
             asm=_assembly(CODES, FIXED),
             constraints="=r,=r,=r,=r,r,r",
             args=[low, high],
@@ -75,7 +77,7 @@ def unpack(low, high, shift, CODES: tl.constexpr, FIXED: tl.constexpr, PLAIN: tl
             is_pure=True,
             pack=4,
         )
-    return x0, x1, x2, x3
+        return own_tiles(tiles, 0)
 
 
 @triton.jit
@@ -90,8 +92,9 @@ def two_bits(low, MASK: tl.constexpr, PLAIN: tl.constexpr):
     if PLAIN:
         x0, x1 = (low & MASK).to(tl.int8), (low & (4 * MASK)).to(tl.int8)
         x2, x3 = ((low >> 4) & MASK).to(tl.int8), ((low >> 4) & (4 * MASK)).to(tl.int8)
+        return x0, x1, x2, x3
     else:
-        x0, x1, x2, x3 = tl.inline_asm_elementwise(
+        tiles = tl.inline_asm_elementwise(
             asm=_masks(MASK),
             constraints="=r,=r,=r,=r,r",
             args=[low],
@@ -99,7 +102,36 @@ def two_bits(low, MASK: tl.constexpr, PLAIN: tl.constexpr):
             is_pure=True,
             pack=4,
         )
-    return x0, x1, x2, x3
+        return own_tiles(tiles, 0)
+
+
+@triton.jit
+def own_tiles(tiles, USE: tl.constexpr):
+    """Returns tiles of codes, each for one product; USE is another number for each product that takes a tile.
+
+    Triton extracts codes in the layout of the product's operand, so that the operand stays in registers. Triton 3.8
+    does this for only one of the operands that come from one operation, and moves the others through shared memory
+    (https://github.com/triton-lang/triton/issues/11526). So each gets an operation of its own, which ptxas drops.
+    """
+    result = ()
+    for n in tl.static_range(len(tiles)):
+        result += (
+            tl.inline_asm_elementwise(
+                asm=_move(USE),
+                constraints="=r,r",
+                args=[tiles[n]],
+                dtype=tiles[n].dtype,
+                is_pure=True,
+                pack=32 // tiles[n].dtype.primitive_bitwidth,
+            ),
+        )
+    return result
+
+
+@triton.constexpr_function
+def _move(use):
+    """Returns PTX that copies a word. Equal operations would become one, so the number of its use is a comment."""
+    return f"mov.b32 $0, $1; // {use}"
 
 
 @triton.jit
