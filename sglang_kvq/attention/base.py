@@ -10,13 +10,16 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from sglang_kvq.attention.drafts import DraftBatch
-from sglang_kvq.attention.planning.graph_tables import GraphTables
 from sglang_kvq.attention.scores.scoring import ScoringPart
 from sglang_kvq.cache.pool import PagePool
+
+if TYPE_CHECKING:  # it imports Triton
+    from sglang_kvq.attention.planning.graph_tables import GraphTables
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,7 @@ MOST_COLUMNS = 16
 
 def drafts_of_chunk(count: int, gqa_group: int) -> int:
     """Returns the drafts per chunk: as many as fit a program, spread evenly over the fewest chunks."""
-    most = max(MOST_COLUMNS // gqa_group, 1)
-    chunks = -(-count // most)
+    chunks = -(-count // (MOST_COLUMNS // gqa_group))
     return -(-count // chunks)
 
 

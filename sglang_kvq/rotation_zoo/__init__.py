@@ -1,1 +1,1 @@
-"""Calibrated rotations and their registry; imported as ``sglang_kvq.rotation_zoo``."""
+"""Calibrated rotations, which ``rotations.storage.zoo`` finds."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
@@ -44,9 +46,10 @@ def test_numbers_that_do_not_fit_are_refused(keep, pinned):
         choose_tokens(torch.rand(2, 2, 10), keep, pinned)
 
 
-def test_what_are_no_scores_is_refused():
-    with pytest.raises(KVQuantError, match=r"torch.int64 \[2, 10\]: they must be floats"):
-        choose_tokens(torch.zeros(2, 10, dtype=torch.int64), 1, 0)
+@pytest.mark.parametrize(("shape", "dtype"), [((2, 10), torch.float32), ((1, 2, 10), torch.int64)], ids=str)
+def test_what_are_no_scores_is_refused(shape, dtype):
+    with pytest.raises(KVQuantError, match=re.escape(f"{dtype} {[*shape]}: they must be floats")):
+        choose_tokens(torch.zeros(shape, dtype=dtype), 1, 0)
 
 
 @pytest.mark.gpu

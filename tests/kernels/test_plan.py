@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from sglang_kvq.constants import PAGE_SIZE
+from sglang_kvq.kernels.decode.decode_attention import DecodeLaunch
 from sglang_kvq.kernels.decode.split_work import (
     BF16_PAGE_TILE,
     FIELDS,
@@ -101,3 +102,12 @@ def test_every_page_is_in_one_item(lengths, sinks, ends, count, costs):
     unit = next(unit for unit in range(LEAST_WORK.value, max(*total, LEAST_WORK.value, 0) + 1) if fits(unit))
     assert expected == sum(-(-x // unit) for x in total)
     assert max(work_of_items) <= unit + costs.turn * HISTORY_COST.value + costs.bf16_page
+
+
+@pytest.mark.parametrize(
+    ("batch", "programs", "sms", "items"),
+    [(132, 8, 132, 132), (100, 8, 132, 4 * 132), (129, 1, 2, 9 * 16), (3, 32, 2, 3)],
+    ids=["a-wave", "four-waves-are-busy", "no-number-of-waves-is-busy", "less-than-an-item-at-once"],
+)
+def test_items_fill_the_fewest_busy_waves(batch, programs, sms, items):
+    assert DecodeLaunch(stages=2, registers=168, programs_per_sm=8).items(batch, programs, sms) == items

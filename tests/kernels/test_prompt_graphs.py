@@ -282,7 +282,8 @@ def test_batches_take_the_graph_of_the_faster_way(uncaptured, monkeypatch):
     for number, graph in enumerate(whole.runner._graphs[whole.key].graphs):
         monkeypatch.setattr(graph, "replay", lambda number=number, go=graph.replay: (taken.append(number), go()))
     whole.ops.slab_pages = 2  # many KV heads: only the graphs of few tokens have a workspace
-    assert [len(whole.ops.graph_tables(tokens, 32)) for tokens in (P, 2 * P)] == [2, 1]
+    monkeypatch.setattr(triton_ops, "_MOST_DIRECT", 2 * P)
+    assert [len(whole.ops.graph_tables(tokens, 32)) for tokens in (P, 2 * P, 2 * P + 1)] == [2, 1, 0]
     for direct, prefix, graph in [(10, P, 2), (30, 2 * P, 1), (30, 2 * P + 1, 2), (121, 2 * P + 1, None)]:
         whole.ops.short = ShortExtends(
             costs=ExtendCosts(direct=(direct, 0, 0), dequantized=(20,) + (0,) * 5), least_prefix=1

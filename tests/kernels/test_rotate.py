@@ -140,6 +140,17 @@ def test_rotate_and_keep_is_rotate_then_store(heads, kind):
             assert torch.equal(pool.bf16_pages.view(torch.int16), want.view(torch.int16))
 
 
+def test_a_callers_keys_are_no_space_for_queries():
+    """Layers of a short batch write to the same buffers; keys without queries pass their own tensor as unrotated."""
+    scene = make_scene(HEADS[2], [70])  # as many query heads as KV heads
+    ops, loc = scene.ops(rotations("per-head", HEADS[2]))[0], scene.pool.req_to_token[1, :4].long()
+    q, k, v = (x.contiguous() for x in activations(HEADS[2], 4))
+    before = k.clone()
+    ops.keep_tokens(0, loc, k, v)
+    ops.rotate_and_keep(1, loc, q, k, v)
+    assert torch.equal(k, before)
+
+
 @pytest.mark.parametrize("heads", HEADS[:3], ids=str)
 def test_store_tokens_is_the_references(heads):
     scene = make_scene(heads, [130, 200])

@@ -47,7 +47,9 @@ if ON_GPU:
 
 def check(scene: Scene, lens, short=ANY, **more) -> TritonOps:
     ops = check_extend(scene, lens, BOUND, short=short, **more)
-    assert ops._extend_plans.short is not None and ops._extend_plans.slabs is None, "another kernel was used"
+    plan = ops._extend_plans.short
+    assert plan is not None and ops._extend_plans.slabs is None, "another kernel was used"
+    assert plan.launch == short.launch
     return ops
 
 

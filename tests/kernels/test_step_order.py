@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from sglang_kvq.attention.drafts import DraftBatch, chain
 from sglang_kvq.attention.planning.step_order import StepOrder
 from sglang_kvq.kernels.device.common import NO_OVERLAP, Overlap
+from tests.kernels.scene import DEVICE, HEADS, make_scene
 
 BOTH = Overlap(early=True, lets_next=True)
 
@@ -37,6 +39,16 @@ def test_attention_waits_for_whatever_is_not_a_rotation():
     order.rotate()
     order.plan()
     assert not order.attend().early, "a rotation of the step before"
+
+
+def test_both_kinds_of_steps_begin_with_their_plan():
+    scene = make_scene(HEADS[0], [70])
+    ops, drafts = scene.ops()[0], DraftBatch(scene.rows, scene.seq_lens, chain(2, DEVICE)[None])
+    ops.order = StepOrder(possible=True)
+    for plan in (lambda: ops.plan_attention(scene.rows, scene.seq_lens), lambda: ops.plan_drafts(drafts)):
+        ops.order.rotate()
+        plan()
+        assert not ops.order.rotate().early
 
 
 def test_nothing_overlaps_where_the_device_cannot():

@@ -211,6 +211,7 @@ def test_a_memory_that_holds_no_window_is_said_once_and_the_other_rows_are_shown
     assert status == 1 and shown.count("one request") == 1 and re.search(r"^oscar, .*int4: The KV cache", shown, re.M)
     rows = found(QWEN3, "--gpu", "80:3.35", "--weights", weights)["rows"]
     assert rows[0]["tokens"] > 2000 and not rows[0]["error"] and all(row["error"] for row in rows[2:])
+    assert all(row["tokens"] == row["requests"] == sum(row["at"].values()) == 0 for row in rows[2:])
 
 
 def test_one_methods_error_is_its_own(monkeypatch):
@@ -284,6 +285,12 @@ def test_hybrid_counts_states_and_experts():
     assert bf16.requests is not None and ours.requests > bf16.requests, "memory goes from the cache to states"
     small, large = (weights.read_by(n, plan.model.hf_text_config) for n in (1, 64))
     assert small == pytest.approx((10 + 150 * 10 / 512) * 2**30) and small < large < weights.total
+
+
+def test_a_step_reads_a_requests_window_or_all_of_a_shorter_context():
+    weights = Weights(10 << 30, 0, 0, "given")
+    read = [planner("gpt-oss-120b", wish=Wish(n, 1), weights=weights).other_bytes for n in (64, 128, 4096)]
+    assert 0 < 2 * read[0] == read[1] == read[2]
 
 
 def test_weights_of_files_and_of_the_config_agree(model):

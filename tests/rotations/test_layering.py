@@ -1,5 +1,8 @@
 """Parts of the package import only earlier parts. ``tests/packaging/test_layers.py`` finds circular imports."""
 
+import subprocess
+import sys
+
 import pytest
 
 from tests.packaging.test_layers import graph
@@ -15,3 +18,11 @@ def test_imports_go_one_way(part):
     for module, used in own.items():
         wrong = [one for one in used if later and one.startswith(later)]
         assert not wrong, f"{module} imports {wrong}"
+
+
+def test_rotations_and_the_reference_import_neither_triton_nor_sglang():
+    names = [
+        f"sglang_kvq.{name}" for name in ("rotations.calibration.run", "rotations.inspection", "attention.reference")
+    ]
+    code = f"import sys, {', '.join(names)}; print({{'triton', 'sglang'}} & {{*sys.modules}})"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "set()\n"

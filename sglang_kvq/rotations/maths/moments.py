@@ -151,5 +151,5 @@ def attended_moments(
 def _shares(weights: torch.Tensor, alike: torch.Tensor) -> torch.Tensor:
     """Normalizes weights ``[kv_heads, n]`` to sum 1; a row of zeros becomes equal weights for the mask's tokens."""
     total = weights.sum(-1, keepdim=True)
-    shares = torch.where(total > 0, weights / total.clamp(min=torch.finfo(total.dtype).tiny), alike / alike.sum())
+    shares = torch.where(total > 0, weights / total, alike / alike.sum())
     return shares.unsqueeze(-1)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -85,13 +84,8 @@ def shipped() -> list[tuple[Path, dict[str, Any]]]:
 
 
 def zoo_folder() -> Path:
-    """Returns the folder of the shipped rotations: the installed package's data, or ``rotation_zoo/`` of a checkout."""
-    spec = find_spec("sglang_kvq.rotation_zoo")
-    installed = [Path(p) for p in (spec.submodule_search_locations or ())] if spec else []
-    for folder in (*installed, Path(__file__).resolve().parents[3] / "rotation_zoo"):
-        if folder.is_dir():
-            return folder
-    raise KVQuantError("sglang_kvq.rotation_zoo is not installed. Reinstall sglang-kvq.")
+    """Returns the folder of the shipped rotations, which is part of the package."""
+    return Path(__file__).parents[2] / "rotation_zoo"
 
 
 def _is_hub_id(model_path: str) -> bool:

@@ -1,5 +1,7 @@
 """An interrupted calibration resumes with the same numbers as an uninterrupted one, or says why it cannot."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from safetensors import safe_open
@@ -115,6 +117,16 @@ def test_a_failed_write_keeps_the_one_before(ids, tmp_path, monkeypatch):
     assert [p.name for p in tmp_path.iterdir()] == ["moments.safetensors"]
     with safe_open(tmp_path / "moments.safetensors", "pt") as file:
         assert file.metadata()["done"] == "1"
+
+
+def test_sums_are_written_at_most_every_20_seconds(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint_module, "INTERVAL", 20.0)
+    kept, held = Checkpoint(tmp_path, {}), []
+    for second in (100, 119, 120, 139):
+        monkeypatch.setattr(checkpoint_module, "time", SimpleNamespace(monotonic=lambda now=second: now))
+        kept.save("moments", second, {}, last=False)
+        held.append(kept.load("moments")[0])
+    assert held == [100, 100, 120, 120]
 
 
 def test_the_command_says_how_to_go_on(tmp_path, monkeypatch):

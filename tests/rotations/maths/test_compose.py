@@ -5,7 +5,7 @@ import torch
 
 from sglang_kvq.formats.quantize import clip_rank, dequantize_rows, quantize_rows
 from sglang_kvq.rotations.base import Rotations, check_rotations
-from sglang_kvq.rotations.maths.compose import balance, compose, compose_keys, oscar_permutation
+from sglang_kvq.rotations.maths.compose import balance, compose, compose_keys, oscar_permutation, stretch
 from sglang_kvq.rotations.maths.fixed import hadamard_matrix
 
 
@@ -88,6 +88,12 @@ def test_what_the_zero_point_stores_is_stretched():
         back = dequantize_rows(*quantize_rows((k @ r_k).bfloat16(), 64, 0)).double()
         error.append((q @ torch.linalg.inv(r_k).mT @ back.T - q @ k.T).norm().item())
     assert error[1] < 0.8 * error[0], error
+
+
+@pytest.mark.parametrize("energies, wanted", [((100, 1, 1, 1), 5), ((5, 2, 2, 2), 1), ((1, 0, 0, 0), 500)])
+def test_the_stretch_is_the_root_of_a_quarter_of_the_energys_share(energies, wanted):
+    energy = torch.tensor(energies, dtype=torch.float64).diag()
+    torch.testing.assert_close(stretch(energy).norm(dim=0), torch.tensor([wanted, 1, 1, 1], dtype=torch.float64))
 
 
 @pytest.mark.parametrize("unused", ["queries", "keys", "both"])

@@ -476,6 +476,14 @@ def test_clips_are_checked(native, clip, message):
         load_rotations(native, **GEOMETRY)
 
 
+@pytest.mark.parametrize("name", ["errors", "importance"])
+def test_each_layer_has_one_error_and_one_importance(native, name):
+    config = json.loads((native / CONFIG_FILE).read_text())
+    (native / CONFIG_FILE).write_text(json.dumps({**config, name: {"k": [0.5, 0.5], "v": [0.5] * 3}}))
+    with pytest.raises(KVQuantError, match=rf"{name}\['v'\] has 3 values, the rotations have 2 layers"):
+        load_rotations(native, **GEOMETRY)
+
+
 @pytest.mark.parametrize(
     "table", [[1], {"k": {"2": [1.0]}}, {"q": {"2": [1.0, 2.0]}}, {"k": {"2": [1.0, None]}}], ids=str
 )

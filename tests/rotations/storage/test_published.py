@@ -1,7 +1,6 @@
 """Every layout in which OSCAR's authors publish rotations: which file is read, in which order, and what is refused."""
 
 import hashlib
-import json
 import shutil
 
 import pytest
@@ -336,4 +335,4 @@ def test_names_in_messages_stay_on_one_line(tmp_path):
         load_rotations(tmp_path, **GEOMETRY)
     assert "\n" not in str(caught.value)
     torch.save({**document([0, 1]), "objective": "a\nb"}, tmp_path / SHARED[0])
-    assert json.dumps(load_rotations(tmp_path, **GEOMETRY).meta.objective).count("\\n") == 1
+    assert "\n" not in load_rotations(tmp_path, **GEOMETRY).meta.objective

@@ -75,7 +75,17 @@ def test_a_snapshot_of_the_hubs_cache_has_the_models_name(tmp_path, monkeypatch)
     assert zoo.with_folder("Zhongzhu/OSCAR-RotationZoo", str(snapshot)) == location
     monkeypatch.chdir(snapshot)
     assert find_rotations(".", {}) == location
-    assert to_folder._recorded_name(".") == "Qwen/Qwen3-8B" and cached_id("org/name") is cached_id("/models/x") is None
+    assert (
+        to_folder._recorded_name(".") == "Qwen/Qwen3-8B" and cached_id("org/name") is cached_id("/snapshots/x") is None
+    )
+
+
+def test_only_the_published_repository_has_its_folders():
+    repo, own = "Zhongzhu/OSCAR-RotationZoo", "org/name/Qwen3.5-4B"
+    assert zoo.with_folder(f"{repo}@v1", "Qwen/Qwen3.5-4B") == f"{repo}/Qwen3.5-4B@v1"
+    for other in (f"{repo}/Qwen3-32B", "org/name", own):
+        assert zoo.with_folder(other, "Qwen/Qwen3.5-4B") == other
+    assert zoo.is_inferred(f"{repo}/Qwen3.5-4B@v1") and not zoo.is_inferred(own)
 
 
 @pytest.mark.parametrize("model", ["Qwen/Qwen3-8B-Base", "Qwen/Qwen3-80B", "org/My-Qwen3-8B"])
