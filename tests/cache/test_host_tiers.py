@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from sglang_kvq.cache.integrity import check_integrity
 from sglang_kvq.cache.tiers import TierManager
 from sglang_kvq.constants import PAGE_SIZE as P
 from sglang_kvq.errors import KVQuantError
@@ -111,7 +112,7 @@ def test_nothing_is_copied_while_a_move_is_open(prepare):
     assert not tiers.pending and tiers.row_len[request.row] == 0
 
 
-@pytest.mark.parametrize("what", ["nothing", "backup", "load"])
+@pytest.mark.parametrize("what", ["nothing", "check", "backup", "load"])
 @pytest.mark.parametrize("event", [False, True], ids=["no-event", "event"])
 def test_events_applied_between_plans_still_make_the_next_step_plan(event, what):
     m, request, pages = started()
@@ -121,7 +122,9 @@ def test_events_applied_between_plans_still_make_the_next_step_plan(event, what)
     (free,) = m.take_pages(1)
     if event:
         m.tiers.pending.free_pages(ids(free))
-    if what == "backup":
+    if what == "check":
+        check_integrity(m.tiers)
+    elif what == "backup":
         m.tiers.before_backup(pages)
     elif what == "load":
         m.tiers.before_load(ids(free))

@@ -10,8 +10,11 @@ from sglang_kvq import KVQuantConfig, KVQuantError
 from sglang_kvq.cache.layout import KVGeometry, bf16_slots, divide, fit_shared, share, shared_reserve
 from sglang_kvq.cache.shared.split import WindowSlots
 from sglang_kvq.formats.page import PageFormat
+from sglang_kvq.formats.planes import PlaneCode, PlaneFormat
 
 QWEN3_8B = KVGeometry(8, (PageFormat(128, 128),) * 36)
+#: A geometry whose first tokens are kept.
+FIRST_TOKENS = KVGeometry(8, (PlaneFormat(128, PlaneCode((4, 3, 1, 0)), PlaneCode((3, 2, 2, 1))),) * 36)
 GIB = 2**30
 
 
@@ -77,13 +80,14 @@ def test_bf16_pages_are_not_counted_as_token_room():
     assert few.tokens == many.tokens == 6400
 
 
+@pytest.mark.parametrize("geometry", [QWEN3_8B, FIRST_TOKENS], ids=["records", "first tokens"])
 @pytest.mark.parametrize("spare", range(0, QWEN3_8B.slot_bytes, QWEN3_8B.slot_bytes // 5))
-def test_a_shared_memory_takes_no_more_than_its_budget(spare):
+def test_a_shared_memory_takes_no_more_than_its_budget(geometry, spare):
     windows = WindowSlots(whole=8, least=2, spare=40)
-    budget = shared_reserve(QWEN3_8B, windows) + 500 * QWEN3_8B.shared_page_bytes + spare
-    pages = 500 + spare // QWEN3_8B.shared_page_bytes
-    layout = share(QWEN3_8B, windows, pages=pages, budget_bytes=budget)
-    assert layout.total_bytes <= budget
+    budget = shared_reserve(geometry, windows) + 500 * geometry.shared_page_bytes + spare
+    pages = 500 + spare // geometry.shared_page_bytes
+    layout = share(geometry, windows, pages=pages, budget_bytes=budget)
+    assert layout.total_bytes == layout.arena.total_bytes + pages * geometry.first_bytes <= budget
     assert layout.arena.slots_beside(pages) >= windows.needed(1), "one request runs beside all pages"
 
 
@@ -103,6 +107,7 @@ def test_a_context_beyond_the_cache_fits_no_request():
     layout = fit_shared(KVQuantConfig("oscar"), QWEN3_8B, 3 * GIB, 8192)
     assert layout.requests_at(layout.tokens)[1] == 1
     assert layout.requests_at(layout.tokens + 1)[1] == 0 and layout.requests_at(1 << 20)[1] == 0
+    assert 1 < layout.requests_at(2048)[1] < layout.tokens // 2048 < layout.max_requests, "windows take room"
 
 
 def test_requests_that_may_lose_recent_pages_are_more():

@@ -12,6 +12,7 @@ from sglang_kvq.attention.reference import ReferenceOps
 from sglang_kvq.cache.integrity import check_integrity
 from sglang_kvq.cache.layout import KVGeometry
 from sglang_kvq.cache.pool import PagePool
+from sglang_kvq.cache.shared.split import WindowSlots
 from sglang_kvq.cache.sink_token_cache import SinkTokenCache, entry_count
 from sglang_kvq.cache.tiers import TierManager
 from sglang_kvq.constants import PAGE_SIZE as P
@@ -387,6 +388,40 @@ def test_a_fold_or_copy_with_a_bf16_page_takes_no_entry_from_who_idles(kind):
     assert int(m.pool.page_slot[m.tree[tuple(names[:P])]]) > 0, "the setting: its sink has a BF16 copy"
     assert m.pool.sink_cache.kept(ids(*pages)).all()
     m.check()
+
+
+def test_a_copy_of_a_fold_that_begins_otherwise_keeps_no_first_token():
+    m, text = model(), prompt(0)
+    idle(m, text)
+    names = m.fold(again(m, text), list(range(P, 4 * P)), publish=False)
+    (copy,) = m.take_pages(1)
+    m.tiers.pending.copy_pages(ids(first_page(m, names)), ids(copy), ids())
+    m.tiers.apply_pending()
+    assert not m.pool.sink_cache.kept(ids(first_page(m, names), copy)).any()
+
+
+@pytest.mark.parametrize("down", [True, False], ids=["pages", "bf16-pages"])
+def test_first_tokens_are_kept_where_a_boundary_passes(down):
+    """A first page that moves takes its entry along; one that loses its BF16 copy gets one, and no other page does."""
+    m, text, given = model(slots=40, shared=WindowSlots(4, 4, 6)), prompt(0), torch.randn(1, 1, 2, 1, 64).bfloat16()
+    before = prefill(m, prompt(1, 30 * P), publish=False)
+    m.leave(prefill(m, text), publish=True)
+    page = m.place(first_page(m, text))
+    if down:
+        m.tiers.keep_first_tokens(ids(page), given)
+        m.leave(before, publish=False)
+        m.tiers.pending.move_boundary(m.pool.arena.first_slot(page - 10))
+    else:
+        m.tiers.pending.move_boundary(m.pool.slots - 5)
+    m.tiers.apply_pending()
+    there, cache = m.place(first_page(m, text)), m.pool.sink_cache
+    assert down == (there < page) and cache.pages[cache.pages > 0].tolist() == [there]
+    assert m.tiers.page_first[[there, page]].tolist() == [True, not down]
+    if down:
+        assert torch.equal(cache.tokens[:, cache.entries(ids(there))], given)
+    else:
+        assert int(m.pool.page_slot[page]) < 0
+    check_table(cache)
 
 
 def test_a_copy_of_a_copy_begins_with_the_first_token_before_any_plan():

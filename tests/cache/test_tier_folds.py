@@ -44,6 +44,20 @@ def test_sinks_are_bf16_pages_and_the_rest_is_records():
     m.check()
 
 
+def test_a_page_that_is_freed_and_filled_again_has_the_later_content():
+    """Both copies come before one plan; only the source of the first has a BF16 copy."""
+    m = model()
+    request = prefill(m, list(range(5 * P + 30)))
+    first, second = (torch.tensor([page]) for page in m.row_pages(request, 2 * P))
+    page = torch.tensor(m.take_pages(1))
+    for source in (first, second):
+        m.tiers.pending.free_pages(page)
+        m.tiers.pending.copy_pages(source, page, torch.tensor([0]))
+    m.tiers.apply_pending()
+    assert (m.pool.page_slot[torch.cat([first, second, page])] > 0).tolist() == [True, False, False]
+    assert torch.equal(m.pool.records[0][page], m.pool.records[0][second])
+
+
 def test_without_room_for_a_bf16_page_the_record_serves():
     """If windows pin every slot, the record of the fold serves; it does not matter whose windows they are."""
     m = model(slots=8, rows=2)

@@ -43,6 +43,7 @@ def ranges(m: Model, request) -> tuple[int, int]:
 def test_window_after_prefill_and_through_two_pages_of_decoding(length):
     m = model()
     request = prefill(m, list(range(length)))
+    assert m.tiers.counts().pages_lost == 0
     generate(m, request, 2 * P)
     total = length + 2 * P
     sink_end, history_end = ranges(m, request)
@@ -98,6 +99,7 @@ def test_a_prefill_reads_bf16_as_far_back_as_bf16_pages_are_left():
     request = prefill(m, list(range(10 * P)), [P] * 10)
     prefix = 9 * P  # prefix of the last chunk, whose window begins at page 7
     assert ranges(m, request) == (P, prefix - (2 + 4) * P)
+    assert m.tiers.counts().pages_lost == 0
     generate(m, request, 1)
     assert ranges(m, request) == (P, 8 * P), "decoding reads records"
     request.tokens += [5, 6, 7]
@@ -418,6 +420,11 @@ def corrupt_leaked_slot(m):
     m.tiers.slot_page[int((m.tiers.slot_page == 0).nonzero()[1])] = m.free[0]
 
 
+def corrupt_freed_slot(m):
+    slot = int((m.tiers.slot_page == 0).nonzero()[1])
+    m.tiers.slot_page[slot], m.pool.page_slot[m.free[0]] = m.free[0], slot
+
+
 def corrupt_freed_page(m):
     m.tiers.page_valid[m.free[0]] = True
 
@@ -426,12 +433,28 @@ def corrupt_free_list(m):
     m.free.append(m.free[0])
 
 
+def corrupt_reserved_slot(m):
+    m.tiers.slot_page[0] = m.free[0]
+
+
+def corrupt_reserved_page(m):
+    m.pool.page_slot[0] = -1
+
+
 def corrupt_padding(m):
     m.pool.row_pages[0, 2] = 5
 
 
+def corrupt_padding_row(m):
+    m.tiers.row_len[0] = 1
+
+
 def corrupt_row(m):
     m.pool.req_to_token[m.running[0].row, P] = m.free[3] * P
+
+
+def count_an_error(m):
+    m.tiers.errors += 1
 
 
 def lose_a_page(m):
@@ -441,16 +464,78 @@ def lose_a_page(m):
 
 
 @pytest.mark.parametrize(
-    "damage",
+    ("damage", "said"),
     [
-        corrupt_shared_slot, corrupt_leaked_slot, corrupt_freed_page, corrupt_free_list, corrupt_padding, corrupt_row,
-        lose_a_page,
+        (corrupt_shared_slot, "a page points at a BF16 slot that belongs to another"),
+        (corrupt_leaked_slot, "5 BF16 slots are used but 4 pages have one"),
+        (corrupt_freed_slot, "a free page still has a BF16 slot"),
+        (corrupt_freed_page, "a free page still counts as quantized"),
+        (corrupt_free_list, "a page is in the free list twice"),
+        (corrupt_reserved_slot, "page 0 or slot 0 is not reserved"),
+        (corrupt_reserved_page, "page 0 or slot 0 is not reserved"),
+        (corrupt_padding, "row 0, which is for padding, holds tokens"),
+        (corrupt_padding_row, "row 0, which is for padding, holds tokens"),
+        (corrupt_row, "row 1, which is in use, has a page that is free"),
+        (count_an_error, "1 impossible operations were recorded"),
+        (lose_a_page, "of 1 is neither free nor in a record nor in BF16"),
     ],
-)  # fmt: skip
-def test_the_integrity_check_sees(damage):
+)
+def test_the_integrity_check_sees(damage, said):
     m = model()
     prefill(m, list(range(300)))
     m.check()
     damage(m)
-    with pytest.raises(RuntimeError, match="KV cache integrity"):
+    with pytest.raises(RuntimeError, match=f"KV cache integrity: .*{said}"):
         check_integrity(m.tiers, torch.tensor(m.free), idle=not m.running)
+
+
+def give_a_free_id_a_page(m, ids):
+    m.pool.places[m.free[0]] = 1
+
+
+def take_an_ids_page(m, ids):
+    m.pool.places[ids[0]] = 0
+
+
+def give_a_page_beyond_the_boundary(m, ids):
+    m.pool.places[ids[0]] = m.tiers.last_page + 1
+
+
+def swap_owners(m, ids):
+    pages = m.pool.places[ids[:2]].long()
+    m.tiers.places.ids[pages] = m.tiers.places.ids[pages].flip(0)
+
+
+def keep_a_page(m, ids):
+    m.tiers.places.ids[int(m.tiers.places.stack[0])] = m.free[0]
+
+
+def lose_a_free_page(m, ids):
+    m.tiers.places.count -= 1
+
+
+def put_a_bf16_page_among_the_pages(m, ids):
+    page = m.pool.places[ids[0]].long()
+    m.tiers.slot_page[m.pool.page_slot[page].long()] = 0
+    m.tiers.slot_page[m.tiers.first_slot - 1], m.pool.page_slot[page] = page, m.tiers.first_slot - 1
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (give_a_free_id_a_page, "an id that is free has a page"),
+        (take_an_ids_page, "an id in use has no page"),
+        (give_a_page_beyond_the_boundary, "a page lies among the BF16 pages"),
+        (swap_owners, "a page belongs to another id than its own"),
+        (keep_a_page, "a page belongs to an id that does not have it"),
+        (lose_a_free_page, "the stack of free pages is not what no id has"),
+        (put_a_bf16_page_among_the_pages, "a BF16 page lies among the pages"),
+    ],
+)
+def test_the_integrity_check_sees_the_tables_of_a_shared_memory(damage, said):
+    m = model(pages=0, slots=40, shared=WindowSlots(4, 4, 6))
+    request = prefill(m, list(range(300)))
+    m.check()
+    damage(m, m.row_pages(request, 300))
+    with pytest.raises(RuntimeError, match=f"KV cache integrity: {said}"):
+        check_integrity(m.tiers, torch.tensor(m.free))

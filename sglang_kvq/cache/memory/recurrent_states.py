@@ -84,7 +84,7 @@ class StateShare:
     Attributes:
         ratio: memory of states divided by memory of the cache, as SGLang defines it. SGLang first counts states as if
             all requests had drafts, then gives back the drafts of requests that cannot run.
-        requests: requests that may run at once, by the number of states and the BF16 pages.
+        requests: requests that may run at once.
         tokens: cache tokens for each request.
     """
 
@@ -119,7 +119,7 @@ def share_states(budget: float, needs: RequestNeeds, wanted: int | None = None) 
         least = needs.cache_bytes(min(LEAST_TOKENS, needs.tokens))
         for_states = max(fit * states, min(wanted * states, budget - wanted * least))
     left = budget - for_states
-    requests = max(int(min(for_states / states, left * needs.bf16_budget / needs.window_bytes)), 1)
+    requests = max(int(for_states / states), 1)  # their BF16 pages fit, because ``cache_bytes`` counts them
     requests = requests if wanted is None else min(requests, wanted)
     tokens = int(left * (1 - needs.bf16_budget) / needs.token_bytes / requests)
     if needs.drafts:

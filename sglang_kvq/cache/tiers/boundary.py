@@ -41,8 +41,8 @@ def _vacate_slots(tiers: TierState, slots: torch.Tensor) -> None:
     bonus = torch.stack([held, levels * SOFT_BONUS])
     tiers.errors += tiers.assign(pages, pinned, hard_slots, bonus).sum()
     tiers.assign(pages, soft & ~pinned, torch.cat([held, tiers.pool.page_slot[pages].long()]))
-    new = torch.where(soft, tiers.pool.page_slot[pages].clamp(min=0).long(), 0)
-    new = torch.where(new >= tiers.first_slot, new, 0)
+    new = tiers.pool.page_slot[pages].long()
+    new = torch.where(soft & (new >= tiers.first_slot), new, 0)
     for some in torch.arange(len(slots), device=slots.device).split(_COPIED_SLOTS):
         tiers.pool.bf16_pages[:, new[some]] = tiers.pool.bf16_pages[:, slots[some]]
     tiers.slot_stamp[new] = tiers.slot_stamp[slots]

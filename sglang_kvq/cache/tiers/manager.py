@@ -161,15 +161,17 @@ class TierManager(TierState):
     def apply_now(self) -> None:
         """Applies pending events between plans, on the stream that runs the layers.
 
-        The next decode step is then planned. Does nothing while the pages of a move are not known yet
-        (``PendingOps.has_open_move``).
+        Does nothing while the pages of a move are not known yet (``PendingOps.has_open_move``).
         """
         if not self.pending.has_open_move:
-            self._dirty |= bool(self.pending)
             self.apply_pending()
 
     def apply_pending(self) -> None:
-        """Applies the events that the scheduler recorded since the last plan, in order."""
+        """Applies the events that the scheduler recorded since the last plan, in order.
+
+        If there are any and this is not a plan, the next decode step is planned.
+        """
+        self._dirty |= bool(self.pending)
         self._apply_reset()
         while self.pending:
             self._apply_until_fill()
@@ -240,18 +242,12 @@ class TierManager(TierState):
         elif isinstance(event, MovedBoundary):
             self._fills.place()  # first, because copies that wait name pages, which may move
             move_boundary(self, event.first_slot)
-            self._dirty = True
         else:
             self._fills.arrive(event)
-            self._dirty = True
 
     def record_pages(self, pages: torch.Tensor) -> None:
-        """Quantizes those of the whole pages int64 ``[n]`` that have no records, so that records can be copied out.
-
-        The next batch is planned, because the caller may have applied events first.
-        """
+        """Quantizes those of the whole pages int64 ``[n]`` that have no records, so that records can be copied out."""
         self.ensure_records(pages)
-        self._dirty = True
 
     def prepare_folds(self) -> None:
         """Compiles the kernels that folds need, so that no request waits for the compiler. Changes no state."""
@@ -304,10 +300,7 @@ class TierManager(TierState):
         self.page_valid.index_fill_(0, pages, True)
 
     def _apply_for_copy(self, what: str, pages: torch.Tensor) -> None:
-        """Applies pending events between plans, before pages are copied; ``what`` names the caller in the error.
-
-        The next decode step is then planned, as it would be if the events were still pending.
-        """
+        """Applies pending events between plans, before pages are copied; ``what`` names the caller in the error."""
         if self.pending.has_open_move:
             raise KVQuantError(
                 f"{what}: an insertion into the tree is under way, whose pages are not known yet. Submit copies after "

@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 
+from sglang_kvq.cache.pool import PACKED_TAIL
 from sglang_kvq.cache.tiers import TierManager
 from sglang_kvq.constants import PAGE_SIZE as P
 from sglang_kvq.sglang.disaggregation.staging import MOST_ENTRIES, entries_for, window_of
@@ -60,6 +61,25 @@ def test_random_schedules_with_a_radix_tree_on_the_decode_server(seed, format):
     pair.finish()
 
 
+def test_the_first_token_of_an_arrived_request_outlives_its_bf16_page():
+    """Even if the request ends before a plan includes it, as one with an answer of one token does."""
+    pair = Pair(random.Random(800), overlap=False, format=PLANES, radix=True)
+    d = pair.model
+    assert (d.rows, d.sink_pages) == (4 + 3, 1), "the setting: four requests fill the BF16 pages"
+    for n in range(5):
+        pair.send(list(range(1000 * n, 1000 * n + 6 * P)))
+        pair.arrive(*pair.under_way)
+        if n == 0:
+            page = d.row_pages(pair.decoding[0], 1)
+            pair.leave(pair.decoding[0], publish=True)
+            d.tiers.apply_pending()
+            assert int(d.pool.page_slot[page]) > 0
+        else:
+            pair.steps(1)
+    assert int(d.pool.page_slot[page]) < 0 and bool(d.pool.sink_cache.kept(torch.tensor(page)))
+    pair.finish()
+
+
 def run_some(seeds: range) -> None:
     for seed in seeds:
         Pair(random.Random(seed), True, radix=True).run(120)
@@ -83,6 +103,18 @@ def test_the_first_step_reads_the_window_in_bf16_and_the_rest_from_records(lengt
     whole = (length + 1) // P
     assert int(d.pool.row_history_end[row]) == max(whole - d.recent_pages, d.sink_pages) * P or whole <= d.sink_pages
     assert d.tiers.counts().slots_used == len(window_of(length, d.sink_pages, d.recent_pages)) + (length % P == 0)
+
+
+def test_a_whole_page_that_arrives_without_a_bf16_copy_is_read_from_its_record():
+    """The request ends with the page, which is therefore not being filled."""
+    pair = Pair(random.Random(3), overlap=False)
+    pair.send(list(range(4 * P)))
+    (sent,) = pair.under_way
+    last = pair.receiver.staged_rows(sent.decode.row, 4 * P)[-1]
+    pair.receiver.staging.table[:, last, -PACKED_TAIL:] = sent.decode.fresh = 0
+    pair.arrive(sent)
+    pair.steps(1)  # the model compares every key and value
+    assert int(pair.model.pool.page_slot[pair.model.row_pages(sent.decode, 4 * P)[-1]]) < 0
 
 
 def test_window_of_is_the_tiers_window():

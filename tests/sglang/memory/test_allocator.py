@@ -97,6 +97,13 @@ def test_a_lone_prompt_gets_the_pages_that_sglang_gives(allocator, sorts):
     assert refused > 10 and extend(theirs, 0).shape == extend(ours, 0).shape == (0,)
 
 
+def test_a_lone_request_goes_on_in_its_last_page(allocator):
+    first, stored, total = extend(allocator, P + 10), torch.tensor([P + 10]), torch.tensor([3 * P])
+    more = allocator.alloc_extend(stored, stored, total, total, first[-1:], 2 * P - 10)
+    assert (more[: P - 10] - first[-1]).tolist() == list(range(1, P - 9))
+    assert len((torch.cat([first, more]) // P).unique()) == 3
+
+
 @pytest.mark.parametrize("group", [False, True], ids=["at once", "in a group"])
 def test_each_page_is_recorded_once(allocator, group):
     """A returned page is recorded once, not once per token: a million tokens of a row are 16 thousand ids."""
@@ -133,6 +140,10 @@ def test_integrity_of_a_cache_in_use(allocator):
     state.pages.page_slot[page], state.tiers.slot_page[1] = 1, page
     state.tiers.page_valid[records] = True
     allocator.check_integrity()
+    state.tiers.page_valid[records[0]] = False
+    with pytest.raises(RuntimeError, match="neither free nor in a record nor in BF16"):
+        allocator.check_integrity()
+    state.tiers.page_valid[records] = True
     allocator.free_pages = torch.cat([allocator.free_pages, torch.tensor([page])])
     with pytest.raises(RuntimeError, match="a free page still has a BF16 slot"):
         allocator.check_integrity()

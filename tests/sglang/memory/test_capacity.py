@@ -21,12 +21,12 @@ OLD = compat.applies(OLD_TREE, compat.sglang_version())
 def layout_of(monkeypatch):
     """Returns the requests and the layout of one worker, whose pool ``--max-total-tokens`` has made small."""
 
-    def resolve(given: int | None, workers: int):
+    def resolve(given: int | None, workers: int, **more):
         config = KVQuantConfig("int2")
         state = runtime.Runtime(config, KVGeometry(1, (PageFormat(64, 64, 0.96, 0.92),)), (0,))
         state.budget_slots = 4000
         monkeypatch.setattr(runtime, "_current", state)
-        args = SimpleNamespace(max_running_requests=given, chunked_prefill_size=8192)
+        args = SimpleNamespace(max_running_requests=given, chunked_prefill_size=8192, **more)
         attach(config, args)
         parallel = {"ps": SimpleNamespace(attn_dp_size=workers)} if OLD else {"attn_dp_size": workers}
         configurator = SimpleNamespace(server_args=args, **parallel)
@@ -48,3 +48,9 @@ def test_workers_share_the_running_requests(layout_of, given):
 def test_fewer_requests_than_workers_are_one_each(layout_of):
     requests, layout = layout_of(3, workers=8)
     assert requests == 1 and layout.slots == layout_of(1, workers=1)[1].slots
+
+
+def test_every_request_of_streaming_sessions_has_a_page_to_resume(layout_of):
+    for more, slots in (({}, 16 * 6 + 1), ({"enable_streaming_session": True}, 16 * 7)):
+        requests, layout = layout_of(16, workers=1, **more)
+        assert (requests, layout.slots) == (16, slots)

@@ -168,6 +168,26 @@ def test_as_many_run_as_the_layout_says(server):
     assert many.allocator.admits_another(), "cached pages give way"
 
 
+def test_a_budget_counts_memory_and_the_windows_of_its_batch(server):
+    """Ids are free for more tokens than the memory holds beside windows; SGLang's own limits count ids only."""
+    one = server(400, 40)
+    one.prefill([50] * 3)
+    room = one.allocator.room() * P
+    assert room < one.allocator.available_size()
+    budget = one.budget()
+    window = budget.window
+    assert window >= one.layout.windows.least * GEOMETRY.slot_bytes / GEOMETRY.shared_page_bytes * P
+    assert budget.remaining_total == budget.remaining_current == room
+    budget.reserve(2 * P, 10)
+    budget.reserve(2 * P, 10, is_chunked_continuation=True)  # its window is counted already
+    left = room - window - 2 * 3 * P  # SGLang counts a page more for each request
+    assert (budget.remaining_current, budget.remaining_total) == (left, left - 20)
+    asks = [budget.can_allocate_prefill(paged_input=left - 20 - window + more, extend_input_len=0) for more in (0, 1)]
+    assert asks == [True, False]
+    one.tree.pages = [1, 2]
+    assert budget.remaining_total == left - 20 + 2 * P, "cached pages give way"
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_what_is_admitted_fits(server, seed):
     """Admitted requests fit through admission, decoding, retraction and eviction; every step checks the tables."""
@@ -301,7 +321,8 @@ def test_a_smaller_cache_has_room_for_some_requests():
 
 
 @pytest.mark.parametrize(
-    ("context", "given", "rows"), [(4096, None, 2048), (1 << 20, None, 64), (1 << 20, 512, 512), (4096, 8, 8)]
+    ("context", "given", "rows"),
+    [(4096, None, 2048), (1 << 14, None, 512), (1 << 20, None, 64), (1 << 20, 512, 512), (4096, 8, 8)],
 )
 def test_rows_of_long_contexts_are_few_unless_asked_for(monkeypatch, context, given, rows):
     """SGLang's table takes four bytes per token of every row: 8 GB for 2,048 rows of a million tokens."""

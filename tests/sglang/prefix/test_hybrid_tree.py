@@ -95,13 +95,14 @@ def test_nothing_moves_without_a_state(served, finished):
 
 if not OLD:  # the old tree keeps only one state
 
-    def test_an_older_state_serves_a_request_that_ends_before_the_newer(served):
+    @pytest.mark.parametrize(("older", "count"), [(4 * P, 4), (None, 0)], ids=["one", "none"])
+    def test_an_older_state_serves_a_request_that_ends_before_the_newer(served, older, count):
         model = TreeModel(40, 30, 3, sink_pages=1, recent_pages=2)
         first, again = (computed_alone(model, 5 * P, kept=6 * P) for _ in range(2))
         for request in (first, again):
-            request.memory.mamba_prev_track_seqlen = 4 * P
+            request.memory.mamba_prev_track_seqlen = older
         pages = [model.row_pages(r, r.stored) for r in (first, again)]
         model.leave(first, publish=True)
         assert not moved(model)
         model.leave(again, publish=True)
-        assert moved(model) == [([pages[1][i] for i in range(4)], [pages[0][i] for i in range(4)])]
+        assert moved(model) == [tuple(which[:count] for which in reversed(pages))] * (count > 0)

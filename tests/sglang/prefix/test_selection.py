@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from array import array
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
+from sglang_kvq.cache.pending import CopiedPages
 from sglang_kvq.constants import PAGE_SIZE as P
 from sglang_kvq.sessions.messages import FOLD, PREFIX, SELECTION, Fold, FoldedPrefix, Selection
 from sglang_kvq.sglang import runtime
+from sglang_kvq.sglang.prefix import episodes, tree_keys
 from sglang_kvq.sglang.prefix import selection as selections
-from sglang_kvq.sglang.prefix import tree_keys
 from tests.sglang.prefix.fold_model import FoldModel, sglang_request
 from tests.sglang.prefix.test_hybrid_tree import served
 from tests.sglang.prefix.tree_model import EVERYTHING, OLD
@@ -107,6 +110,8 @@ def test_with_room_the_pages_are_copied_and_only_the_rest_is_computed(model):
     admitted, _ = schedule(model, req)
     assert admitted == [req] and found(req) == 12 * P and req.problem is None
     assert len(req.get_fill_ids()) == 12 * P + TAIL
+    (copies,) = (event for event in model.tiers.pending._events if isinstance(event, CopiedPages))
+    assert copies.windows.tolist() == [0, 10, 11], "a sink and two recent pages"
     end(model, req)
     model.check_empty()
 
@@ -260,6 +265,114 @@ def test_a_request_that_sglang_refuses_ends_with_its_reason(model, message):
     assert admitted == [req] and req.problem is None and selections.offset_of(req) == 0
     end(model, req)
     model.check_empty()
+
+
+@pytest.mark.parametrize("problem", ["other tokens", "no prompt", "a client"])
+def test_what_only_the_router_may_send_ends_with_an_error(model, problem, monkeypatch):
+    model, history = model(40), said(20)
+    remember(model, history)
+    req = ask(history, 12)
+    said_to = "the prompt must begin with the chosen pages' tokens and have more; only the router sends such requests."
+    if problem == "other tokens":
+        req.origin_input_ids[12 * P - 1] += 1
+    elif problem == "no prompt":
+        del req.origin_input_ids[12 * P :]
+    else:
+        monkeypatch.delenv(selections.ENABLED)
+        said_to = "custom_params kvq_selection: this server does not let clients choose pages."
+    assert schedule(model, req)[0] == [req] and req.problem == f"sglang-kvq: {said_to}"
+    end(model, req)
+    model.check_empty()
+
+
+@pytest.mark.parametrize("decoding", [False, True], ids=["prompts", "answers"])
+def test_new_tokens_have_positions_after_the_whole_history(model, decoding):
+    model(40)
+    reqs = [sglang_request("plain", [1, 2, 3], None), ask(said(20), 12)]
+    mode = SimpleNamespace(is_idle=lambda: False, is_decode=lambda: decoding)
+    batch = SimpleNamespace(reqs=reqs, forward_mode=mode, extend_lens=[3, 2])
+    theirs = torch.arange(6)  # the last is padding
+    result = SimpleNamespace(rids=["plain", "r"], positions=theirs[:])
+    assert selections.after_new_batch(result, type, batch) is result
+    moved = [1] if decoding else [3, 4]
+    assert (result.positions - theirs).tolist() == [8 * P if i in moved else 0 for i in range(6)]
+    assert theirs.tolist() == list(range(6)) and runtime.live_tiers().requests == ("plain", "r")
+
+
+def go_on(model: FoldModel, tail: int = TAIL):
+    """Returns a waiting request that continues an episode of three pages, which a fold has left in the cache."""
+    folded = run(model, 6)
+    names = model.fold(folded, list(range(3 * P)), publish=False)
+    namespace, ids = model.prefixes[names[0]]
+    req = sglang_request("next", [*ids, *range(tail)], namespace)
+    req.sampling_params.max_new_tokens, req.problem = 8, None
+    req.sampling_params.custom_params = {PREFIX: FoldedPrefix(3 * P, 5 * P).encode()}
+
+    def end(message: str) -> None:
+        req.problem, req.origin_input_ids = message, req.origin_input_ids[:1]
+
+    req.set_finish_with_abort = end
+    return req
+
+
+def test_an_episode_that_is_cached_whole_is_a_prefix(model):
+    model = model(40)
+    req = go_on(model)
+    assert schedule(model, req)[0] == [req] and req.problem is None
+    assert found(req) == selections.stand_ins(req) == 3 * P and selections.offset_of(req) == 5 * P
+    end(model, req)
+    model.check_empty()
+
+
+@pytest.mark.parametrize(
+    ("problem", "said"),
+    [
+        ("evicted", "192 of 192 tokens of the episode are no longer cached."),
+        ("no prompt", "an episode of 192 tokens in a prompt of 192: the prompt must be longer."),
+        ("a client", "custom_params kvq_prefix: this server does not let clients continue an episode."),
+    ],
+)
+def test_an_episode_that_cannot_be_continued_ends_with_an_error(model, problem, said):
+    model = model(40)
+    req = go_on(model, tail=0 if problem == "no prompt" else TAIL)
+    if problem == "evicted":
+        model.evict(EVERYTHING // P)
+    elif problem == "a client":
+        runtime.started().chosen_tokens = None
+    assert schedule(model, req)[0] == [req] and req.problem == f"sglang-kvq: {said}"
+    assert len(req.get_fill_ids()) == 1 and selections.stand_ins(req) == selections.offset_of(req) == 0
+    end(model, req)
+    model.check_empty()
+
+
+def test_a_request_that_folds_computes_its_cached_prompt_whose_queries_score(model):
+    model, history = model(40), said(8)
+    remember(model, history)
+    episodes.serve()
+    req, fold = sglang_request("r", history.tolist(), None), Fold("kvq-x", 4 * P, 2 * P, pinned=P)
+    req.sampling_params.max_new_tokens, req.sampling_params.custom_params = 8, {FOLD: fold.encode()}
+    for _ in range(2):  # a retracted request is prepared again
+        assert schedule(model, req)[0] == [req] and found(req) == 4 * P
+        end(model, req)
+    scores = runtime.started().scores["r"]
+    scores.values[..., 3 * P :] = 1
+    scores.add(4 * P, 8 * P)
+    chosen = runtime.started().chosen_tokens(req, fold)
+    assert chosen.tolist() == [[[*range(P), *range(3 * P, 4 * P)]]]
+    assert not runtime.started().scores and runtime.started().chosen_tokens(req, fold) is None
+    model.check_empty()
+
+
+def test_a_request_that_is_gone_is_not_scored_any_more(model):
+    model = model(40)
+    episodes.serve()
+    req = sglang_request("r", said(8).tolist(), None)
+    req.sampling_params.custom_params = {FOLD: Fold("kvq-x", 4 * P, 2 * P).encode()}
+    episodes.prepare(model.unified, req)
+    assert runtime.started().scores.keys() == {"r"}
+    del req
+    gc.collect()
+    assert not runtime.started().scores
 
 
 def test_scores_of_tokens_that_stand_for_others_are_refused(model):
