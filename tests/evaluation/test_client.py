@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from sglang_kvq.errors import KVQuantError
@@ -33,6 +35,8 @@ def test_an_error_status_is_not_tried_again():
 def test_nobody_there():
     with pytest.raises(KVQuantError, match="refused"):
         _ = Client("http://127.0.0.1:9", attempts=1).facts
+    with pytest.raises(RequestRefused, match="refused"):  # not taken for a server without a template
+        _ = Client("http://127.0.0.1:9/template", attempts=1).has_chat_template
     with pytest.raises(KVQuantError, match="must be a URL"):
         Client("localhost:30000")
 
@@ -44,3 +48,6 @@ def test_facts():
     with FakeServer() as server:
         facts = Client(server.url).facts
     assert (facts.method, facts.allocated_bits, facts.context_length) == ("none", 16.0, 4096)
+    assert (facts.room, replace(facts, capacity=2000).room) == (4096, 2000 - 64)
+    fp8 = replace(facts, kv_cache_dtype="fp8_e4m3")
+    assert (fp8.method, fp8.allocated_bits, fp8.pool_bits) == ("fp8", 8.0, 8.0)

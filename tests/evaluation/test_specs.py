@@ -43,6 +43,8 @@ def test_rotation_folders(tmp_path):
     assert spec.calibration() == {"calibration": "wikitext2", "seed": 1}
     before = spec.identity()
     assert str(tmp_path) not in json.dumps(before)
+    (folder / "config.json").write_text(json.dumps({"sha256": "abc", "seed": 1, "corpus": "wikitext2"}))
+    assert parse(f"oscar:2@{folder}").identity() == before
     (folder / "config.json").write_text(json.dumps({"corpus": "wikitext2", "seed": 2, "sha256": "def"}))
     assert parse(f"oscar:2@{folder}").identity() != before
 

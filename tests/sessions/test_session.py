@@ -149,6 +149,7 @@ def test_another_namespace_knows_nothing_of_the_cache() -> None:
     session.computed(said[: 4 * P], NAMES)
     session.computed(said[: 4 * P], ("other", None))
     assert session.exact_of(said, NAMES) == 4 * P and session.exact_of(said, ("other", None)) == 0
+    assert session.said(said[:200], NAMES) == 200 and session.said(said, ("other", None)) == 0
     assert session.follow(said, ("other", None)) == 300 and session.latest.exact == 0
     session.computed(said[: 4 * P], NAMES)
     assert session.exact_of(said, NAMES) == session.exact_of(said, ("other", None)) == 0

@@ -160,6 +160,8 @@ def test_rows_of_a_report(content):
     assert tuple(one.values()) == expected + 6 * (None,), "it generates nothing, so it has no lengths"
     assert {(r["task"], r["context"]) for r in found} == {(t, 2048) for t in ("kl", "top1", "perplexity", "needle")}
     assert {r["seed"] for r in found if r["method"] == "turboquant:3"} == {4}
+    seeded = accuracy(measured("turboquant:3", 0.2, 0.7, calibration="random, seed 4", seed=0))
+    assert {r["seed"] for r in rows_of(seeded)} == {0}
 
 
 def test_the_likelihood_of_exact_keys_has_rows_of_its_own():

@@ -116,6 +116,15 @@ def test_increments_cannot_be_told_to_go_on():
     assert ending(outs)["status_code"] is HTTPStatus.SERVICE_UNAVAILABLE
 
 
+@pytest.mark.parametrize("sent", [("", [7]), ("x", [])], ids=["half a character", "text"])
+def test_part_of_an_increment_cannot_be_told_to_go_on_either(sent):
+    delivery = session_answers.Delivery(request_of(stream=True), incremental=True)
+    delivery.begin_again()  # nothing was sent yet
+    assert delivery.passes({"text": sent[0], "output_ids": sent[1], "meta_info": {}})
+    with pytest.raises(session_answers.Ended, match="Send the request again"):
+        delivery.begin_again()
+
+
 @pytest.mark.parametrize("incremental", [False, True])
 @pytest.mark.parametrize("stream", [False, True])
 def test_before_anything_was_sent_an_answer_is_simply_made_again(stream, incremental):

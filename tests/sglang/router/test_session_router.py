@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 
+import numpy as np
 import pytest
 from fastapi import HTTPException
 
@@ -65,6 +66,30 @@ def test_the_next_turn_computes_its_tail_only():
 async def two_turns(manager, question):
     await manager.turn(LONG)
     return await manager.turn([*LONG.tolist(), 7, 8, *question])
+
+
+@pytest.mark.parametrize("first,read", [(P // 2, False), (P + 1, True)])
+def test_the_system_prompt_is_always_read(first, read):
+    """It ends at the first user message; later messages do not count."""
+    manager, said = Manager(), LONG.copy()
+    manager.router.marker = np.array([3901, 3902])
+    for at in (first, 1500):
+        said[at : at + 2] = manager.router.marker
+
+    async def run():
+        await manager.turn(said)
+        await manager.turn([*said.tolist(), 7, 8, 450, 451])
+
+    asyncio.run(run())
+    assert (1 in manager.session.pages) == read and {0, 6, 7} <= set(manager.session.pages)
+
+
+@pytest.mark.parametrize("tokens", [4000, 4094, 4095])
+def test_an_answer_ends_where_the_models_context_does(tokens):
+    manager = Manager()
+    manager.ask(range(tokens), sampling_params={"max_new_tokens": 4096})
+    (answer,) = [obj for obj in manager.sent if obj.extra_key]
+    assert answer.sampling_params["max_new_tokens"] == max(0, manager.context_len - tokens - 2)
 
 
 def test_an_evicted_history_is_computed_again_once():
