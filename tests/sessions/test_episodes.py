@@ -24,6 +24,7 @@ from sglang_kvq.sessions.episodes import (
     medoids,
     patched_prompt,
     stand_ins,
+    step_ids,
 )
 
 
@@ -210,7 +211,18 @@ def test_stand_ins_are_as_many_as_an_episode_keeps():
     assert stand_ins(np.arange(12 * P), plan).tolist() == list(range(4 * P))
 
 
-@pytest.mark.parametrize("sizes", [(100, 64), (128, 100), (128, 0), (0, 64), (64, 64), (128, 64, 65), (64, 64, -64)])
+def test_a_steps_request_is_its_prefix_a_block_and_the_prompt():
+    plan, history = ChainPlan(5 * P, 2 * P), np.arange(12 * P)
+    found = chain(history, PROMPT, plan, tenant="t", namespace=None, method="oscar")
+    ids = [step_ids(step, history, np.array(PROMPT)) for step in found]
+    assert ids[0].tolist() == [*range(6 * P), *PROMPT]  # the first prefix is history
+    for start, one in zip((6 * P, 8 * P, 10 * P), ids[1:], strict=True):
+        assert one.tolist() == [*stand_ins(history, plan), *range(start, start + 2 * P), *PROMPT]
+
+
+@pytest.mark.parametrize(
+    "sizes", [(100, 64), (128, 100), (128, 0), (0, 64), (64, 64), (128, 64, 65), (64, 64, -64), (64, 64, 0)]
+)
 def test_chains_of_wrong_sizes(sizes):
     with pytest.raises(KVQuantError, match="tokens"):
         ChainPlan(*sizes)
