@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from sglang_kvq.errors import KVQuantError
-from sglang_kvq.evaluation.client import Client, RequestRefused
+from sglang_kvq.evaluation.client import Answer, Client, RequestRefused
 from tests.evaluation.fake_server import FakeServer
 
 
@@ -39,6 +39,14 @@ def test_nobody_there():
         _ = Client("http://127.0.0.1:9/template", attempts=1).has_chat_template
     with pytest.raises(KVQuantError, match="must be a URL"):
         Client("localhost:30000")
+
+
+def test_an_answer_may_have_no_text(monkeypatch):
+    choice = {"message": {"content": None}, "finish_reason": "length"}
+    body = {"choices": [choice], "usage": {"prompt_tokens": 3, "completion_tokens": 9}}
+    client = Client("http://127.0.0.1:9")
+    monkeypatch.setattr(client, "request", lambda path, asked: body)
+    assert client.chat("Hello", 9) == Answer("", False, 3, 9)
 
 
 def test_facts():

@@ -41,6 +41,7 @@ def test_rotation_folders(tmp_path):
     spec = parse(f"oscar:2@{folder}")
     assert spec.label == "oscar:2@wiki-seed1" and spec.flags[-3] == str(folder)
     assert spec.calibration() == {"calibration": "wikitext2", "seed": 1}
+    assert parse("oscar").calibration() == {"calibration": None, "seed": None}
     before = spec.identity()
     assert str(tmp_path) not in json.dumps(before)
     (folder / "config.json").write_text(json.dumps({"sha256": "abc", "seed": 1, "corpus": "wikitext2"}))

@@ -189,12 +189,13 @@ def test_a_map_of_several_sources(content, tmp_path, capsys):
         commit="b" * 40,
         dirty=True,
         command="kvq eval --model fake --chunked-prefill-size own",
+        date="2026-01-01",
     )
     sources = [write(tmp_path / "a.json", content), write(tmp_path / "b.json", own)]
     out = tmp_path / "precise_fake.json"
     assert main(["--map", *sources, "--out", str(out)]) == 0
     made = read(out)
-    header = {"name": "precise_fake", "model": "fake", "device": "NVIDIA H200", "dirty": True}
+    header = {"name": "precise_fake", "model": "fake", "device": "NVIDIA H200", "dirty": True, "date": "2026-01-02"}
     assert {name: made[name] for name in header} == header
     assert made["commit"] == f"{'a' * 40}, {'b' * 40}" and made["versions"] == {"sglang": "0.5.23"}
     commands = [HEADER["command"], own["command"], "kvq eval --map a.json b.json --out precise_fake.json"]
@@ -225,6 +226,11 @@ def test_sources_that_do_not_belong_together(content, tmp_path, change, message)
     sources = [write(tmp_path / "a.json", content), write(tmp_path / "b.json", other)]
     with pytest.raises(KVQuantError, match=message):
         main(["--map", *sources, "--out", str(tmp_path / "precise_fake.json")])
+
+
+def test_a_map_of_nothing_is_refused(tmp_path):
+    with pytest.raises(KVQuantError, match=r"a.json: nothing measured in it"):
+        main(["--map", write(tmp_path / "a.json", accuracy()), "--out", str(tmp_path / "precise_fake.json")])
 
 
 def test_other_lengths_belong_together(content, tmp_path):

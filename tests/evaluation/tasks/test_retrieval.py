@@ -86,6 +86,11 @@ def test_settings_that_make_no_sense_are_named(settings, words):
         task(**settings)
 
 
+def test_changed_settings_are_another_identity():
+    for change in ({"lengths": (2048,)}, {"cases": 4}, {"style": "chat"}, {"seed": 1}):
+        assert task(**change).identity() != task().identity() == task().identity()
+
+
 def test_a_server_that_takes_no_length_is_named(bench):
     with (
         FakeServer(context=1500) as server,

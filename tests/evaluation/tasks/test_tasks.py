@@ -53,6 +53,8 @@ def test_kl_is_a_close_lower_bound_of_the_exact_one(text, bench):
     assert 0.9 * exact < outcome.value <= exact + 1e-6
     assert outcome.row["perplexity"] == pytest.approx(np.exp(np.concatenate(nll).mean()), rel=1e-4)
     assert outcome.n == 5 and outcome.se > 0
+    contexts = outcome.details["per_context"]
+    assert outcome.value == pytest.approx(sum(one["kl"] * one["tokens"] for one in contexts) / len(np.concatenate(nll)))
     assert outcome.row["kl_by_length"][200]["kl"] != outcome.row["kl_by_length"][300]["kl"]
 
 

@@ -125,6 +125,18 @@ def test_part_of_an_increment_cannot_be_told_to_go_on_either(sent):
         delivery.begin_again()
 
 
+def test_an_answer_without_ids_is_compared_by_its_text():
+    def passes(text):
+        return delivery.passes({"text": text, "meta_info": {}})
+
+    delivery = session_answers.Delivery(request_of(stream=True), incremental=False)
+    assert passes("Par")
+    delivery.begin_again()
+    assert not passes("Pa") and not passes("Par")
+    with pytest.raises(session_answers.Ended, match="Send the request again"):
+        passes("Lyo")
+
+
 @pytest.mark.parametrize("incremental", [False, True])
 @pytest.mark.parametrize("stream", [False, True])
 def test_before_anything_was_sent_an_answer_is_simply_made_again(stream, incremental):
@@ -180,6 +192,8 @@ def test_an_ended_request_has_what_sglangs_endpoints_read():
     meta = out["meta_info"]
     assert meta["output_token_logprobs"] == [] and meta["output_token_logprobs_length"] == 0
     assert {"completion_tokens", "weight_version"} <= set(meta)
+    (out,) = ask(Scripted(reason("x"), answers=False))
+    assert not any("logprobs" in name for name in out["meta_info"])
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,13 +14,29 @@ from fastapi import HTTPException
 from sglang_kvq.constants import PAGE_SIZE as P
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.sessions.messages import SELECTION, Selection
-from tests.sglang.router.session_model import BUDGET, EPISODIC, LONG, Manager, http, request_of
+from sglang_kvq.sglang.router import router as session_router
+from sglang_kvq.sglang.runtime import attach
+from tests.sglang.router.session_model import BUDGET, CONFIG, EPISODIC, LONG, NAME, Manager, http, request_of
 
 
 def test_without_a_session_a_request_is_sglangs():
     manager, obj = Manager(), request_of(input_ids=LONG.tolist())
     asyncio.run(manager.heard(obj, http()))
     assert manager.sent == [obj] and len(manager.router.store) == 0
+
+
+@pytest.mark.parametrize("config", [None, replace(CONFIG, episodic=None)], ids=["plain", "no policy"])
+def test_a_server_without_the_policy_has_no_sessions(config):
+    args = SimpleNamespace()
+    attach(config, args)
+    manager = SimpleNamespace(server_args=args)
+    found = session_router.around_generate_request(lambda *words: words, manager, request_of(), NAME)
+    assert found[0] is manager and session_router.router_of(manager) is None
+
+
+def test_a_request_for_embeddings_is_sglangs():
+    manager, obj = Manager(), SimpleNamespace(input_ids=LONG.tolist())  # SGLang's class for these has no sessions
+    assert session_router.around_generate_request(lambda *words: words, manager, obj, NAME) == (manager, obj, NAME)
 
 
 def test_a_prompt_within_the_budget_is_the_clients_own_object():
@@ -61,6 +79,15 @@ def test_the_next_turn_computes_its_tail_only():
     assert {6, 7} <= set(chosen.pages.tolist())
     session = manager.session
     assert (session.matches[0].start, session.matches[0].end) == (384, 512)
+    assert {match.start // P for match in session.matches} <= set(session.pages)
+
+
+def test_a_history_is_read_in_the_namespace_of_its_request():
+    manager = Manager()
+    manager.ask(LONG, extra_key="mine")
+    history, answer, behind = manager.sent
+    chosen = Selection.decode(answer.sampling_params["custom_params"][SELECTION])
+    assert history.extra_key == behind.extra_key == chosen.namespace == "mine"
 
 
 async def two_turns(manager, question):

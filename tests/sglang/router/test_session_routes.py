@@ -128,6 +128,7 @@ def test_routes_list_describe_and_forget(app):
     assert one["hot_bytes"] == 10 * one["hot_tokens"] + 100 * window
     assert one["total_bytes"] == one["hot_bytes"] + 10 * 31 * P
     assert {"start", "end", "score"} == set(one["matches"][0])
+    assert (one["requests"], one["requests_with_chosen_pages"], one["rebuilt"], one["branches"]) == (1, 1, 0, 1)
     assert app.delete("/v1/sessions/a/b").json() == {"id": "a/b", "object": "session.deleted", "deleted": True}
     assert app.get("/v1/sessions/a/b").status_code == app.delete("/v1/sessions/a/b").status_code == 404
     assert app.get("/v1/sessions").json()["data"] == []
