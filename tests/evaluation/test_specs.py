@@ -50,6 +50,10 @@ def test_rotation_folders(tmp_path):
     assert parse(f"oscar:2@{folder}").identity() != before
 
 
+def test_labels_name_no_folder_of_this_machine():
+    assert parse("hadamard --load /data/x --of org/name").label == "hadamard --load x --of org/name"
+
+
 def test_published_rotations_of_one_size_are_told_apart(tmp_path):
     (tmp_path / "config.json").write_text('{"format_version": 1}')
     (tmp_path / "k_rotation.pt").write_bytes(b"one")

@@ -55,7 +55,10 @@ def test_a_history_that_ends_within_a_page_is_refused() -> None:
         Selection(HISTORY[:-1], None, [0])
 
 
-@pytest.mark.parametrize("text", ["", "{}", "[]", 7, json.dumps({"history": "?", "pages": "", "namespace": None})])
+NO_SELECTIONS = ("", "{}", "[]", 7, json.dumps({"history": "?", "pages": "", "namespace": None}))
+
+
+@pytest.mark.parametrize("text", [*NO_SELECTIONS, Selection(HISTORY, None, [0]).encode() + "!"])
 def test_what_is_no_selection_is_refused(text: object) -> None:
     with pytest.raises(KVQuantError, match="not a selection of pages"):
         Selection.decode(text)

@@ -170,7 +170,7 @@ def test_late_results_of_what_was_not_said_count_only_as_far_as_it_was() -> None
 def test_episodes_are_kept_if_their_tokens_were_not_edited() -> None:
     session = Session("", "s")
     session.follow(ids((1, 300), (2, 400)), NAMES)
-    before, kept = EpisodesOfSession(tokens=5 * P), EpisodesOfSession(tokens=4 * P)
+    before, kept = EpisodesOfSession(tokens=301), EpisodesOfSession(tokens=300)
     session.divided(ids((1, 600)), before)
     assert session.latest.episodes is not before
     session.divided(ids((1, 600)), kept)

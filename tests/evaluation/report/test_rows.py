@@ -17,7 +17,16 @@ from sglang_kvq.evaluation.report import plots
 from sglang_kvq.evaluation.report.page import page, section
 from sglang_kvq.evaluation.report.plots import FAMILIES, REFERENCES, family_of
 from sglang_kvq.evaluation.report.results import collect_map
-from sglang_kvq.evaluation.report.rows import COLUMNS, Point, add_reference, frontier, points, representative, rows_of
+from sglang_kvq.evaluation.report.rows import (
+    COLUMNS,
+    Point,
+    add_reference,
+    frontier,
+    place,
+    points,
+    representative,
+    rows_of,
+)
 from sglang_kvq.methods import METHOD_NAMES
 from tests.conftest import ROOT
 from tests.evaluation.conftest import main
@@ -179,6 +188,18 @@ def test_bf16_is_of_the_same_chunks_or_else_of_the_nearest():
     ]
     assert [r["bf16_chunk"] for r in add_reference(runs)[2:]] == [128, 8192, 8192, 128, None]
     assert add_reference(runs)[-1]["bf16_score"] is None
+    known = row("oscar", 0.5, "needle", bf16_score=0.7, bf16_chunk=32)
+    assert add_reference([*runs, known])[-1] == known
+
+
+def test_rows_come_by_task_chunk_context_and_bits():
+    ordered = [
+        *(("kl", 128, 2048, bits) for bits in (16.0, 2.5)),
+        *(("kl", chunk, context, 16.0) for chunk, context in ((128, 8192), (8192, 2048), (None, 512))),
+        *(("gsm8k", 128, None, bits) for bits in (16.0, 2.5)),
+    ]
+    rows = [row("m", 0.5, task, chunk=a, context=b, allocated_bits=bits) for task, a, b, bits in ordered]
+    assert sorted(reversed(rows), key=place) == rows
 
 
 def test_a_map_of_several_sources(content, tmp_path, capsys):

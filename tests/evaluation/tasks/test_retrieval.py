@@ -76,7 +76,7 @@ def test_likeliest_tokens_are_those_of_the_value():
     "settings,words",
     [
         (dict(name="haystack"), "haystack.*exact_keys"),
-        (dict(lengths=(100,)), "--retrieval-lengths"),
+        (dict(lengths=(2048, 100)), "--retrieval-lengths"),
         (dict(lengths=()), "--retrieval-lengths"),
         (dict(cases=0), "--retrieval-cases"),
     ],

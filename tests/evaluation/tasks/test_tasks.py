@@ -319,6 +319,8 @@ def test_gsm8k(gsm8k, bench, style):
         asked = str(server.requests[-1][1])
     assert outcome.details["items"] == [1, 0, 1] and outcome.value == pytest.approx(2 / 3)
     assert "Q0?" in asked and "Q1?" in asked and "<<" not in asked
+    shown, none = (GSM8KTask(gsm8k, gsm8k, shots=shots).identity()["train"] for shots in (1, 0))
+    assert shown["file"] == "gsm8k.jsonl" and none is None
 
 
 def test_answers_have_lengths_and_the_limit_cuts_some_off(gsm8k, bench):

@@ -182,6 +182,25 @@ def test_a_client_that_leaves_aborts_what_runs_for_it():
     assert not session.planning.locked() and not session.computing.locked()
 
 
+@pytest.mark.parametrize("ours", [True, False])
+def test_only_the_routers_own_request_is_aborted(ours):
+    """Another request may have the same id."""
+
+    async def answers(obj, request):
+        yield {"meta_info": {"finish_reason": None}}
+
+    async def run(manager):
+        inner = SimpleNamespace(rid="client")
+        manager.rid_to_state["client"] = SimpleNamespace(obj=inner if ours else obj)
+        outputs = manager.router.workers.sent(SimpleNamespace(send=answers, request=None), inner)
+        await anext(outputs)
+        await outputs.aclose()
+
+    manager, obj = Manager(), request_of(rid="client")
+    asyncio.run(run(manager))
+    assert manager.aborted == (["client"] if ours else [])
+
+
 def test_a_request_in_the_background_outlives_its_client():
     """SGLang aborts the requests of a client that left, unless they are marked as background."""
 
