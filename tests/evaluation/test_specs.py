@@ -102,6 +102,7 @@ def test_a_list_of_chunk_sizes_is_for_specs_that_say_none():
         ("oscar:auto:2.6@wiki0#own", "oscar:auto:2.6@wiki0", "oscar:auto:2.6"),
         ("turboquant:3 --kv-quant-seed 1", "turboquant:3 --kv-quant-seed 1", "turboquant:3"),
         ("hadamard#64 --kv-quant-recent 512", "hadamard --kv-quant-recent 512", "hadamard --kv-quant-recent 512"),
+        ("kivi --kv-quant-seed=1 --x 2", "kivi --kv-quant-seed=1 --x 2", "kivi --x 2"),
         ("mine", "mine", "mine"),
     ],
 )

@@ -199,7 +199,8 @@ def test_rows_come_by_task_chunk_context_and_bits():
         *(("gsm8k", 128, None, bits) for bits in (16.0, 2.5)),
     ]
     rows = [row("m", 0.5, task, chunk=a, context=b, allocated_bits=bits) for task, a, b, bits in ordered]
-    assert sorted(rows[::-1], key=place) == rows
+    rows.reverse()
+    assert [(r["task"], r["chunk"], r["context"], r["allocated_bits"]) for r in sorted(rows, key=place)] == ordered
 
 
 def test_a_map_of_several_sources(content, tmp_path, capsys):

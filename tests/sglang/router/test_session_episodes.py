@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -75,6 +76,12 @@ def test_a_chain_is_built_and_answered_from():
     assert answer.input_ids == [*LONG[:BUDGET], *LONG[14 * P :]]
     assert FoldedPrefix.decode(manager.custom(-1, PREFIX)) == FoldedPrefix(BUDGET, 8 * P)
     assert out["meta_info"]["prompt_tokens"] == len(LONG) and manager.session.hot == BUDGET + 2 * P
+
+
+@pytest.mark.parametrize("sinks,pinned", [(0, P), (P, P), (3 * P, 3 * P)])
+def test_every_episode_keeps_the_sinks(sinks, pinned):
+    manager = session_model.Manager(config=replace(CONFIG, sink_tokens=sinks))
+    assert manager.router.episodes.plan.pinned == pinned
 
 
 @pytest.mark.parametrize("system,pages", [(0, 1), (P // 2, 1), (P + 1, 2), (3 * P, 2)])
