@@ -13,6 +13,7 @@ from fastapi import HTTPException
 
 from sglang_kvq.constants import PAGE_SIZE as P
 from sglang_kvq.errors import KVQuantError
+from sglang_kvq.sessions.embedding import Embedder
 from sglang_kvq.sessions.messages import SELECTION, Selection
 from sglang_kvq.sglang.router import router as session_router
 from sglang_kvq.sglang.runtime import attach
@@ -32,6 +33,17 @@ def test_a_server_without_the_policy_has_no_sessions(config):
     manager = SimpleNamespace(server_args=args)
     found = session_router.around_generate_request(lambda *words: words, manager, request_of(), NAME)
     assert found[0] is manager and session_router.router_of(manager) is None
+
+
+def test_the_policys_router_is_made_once(monkeypatch):
+    manager, loaded = Manager(embedder_device="cuda:1"), []
+    monkeypatch.setattr(
+        session_router, "load_embedder", lambda *words: loaded.append(words) or Embedder(manager.words, words[1])
+    )
+    del manager._kvq_router
+    router = session_router.router_of(manager)
+    assert router is session_router.router_of(manager) and router.manager is manager
+    assert loaded == [("folder", "cuda:1")]
 
 
 def test_a_request_for_embeddings_is_sglangs():
