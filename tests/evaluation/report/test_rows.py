@@ -183,10 +183,10 @@ def test_the_likelihood_of_exact_keys_has_rows_of_its_own():
 def test_bf16_is_of_the_same_chunks_or_else_of_the_nearest():
     runs = [
         *(row("none", 0.9, "needle", chunk=chunk) for chunk in (128, 8192)),
-        *(row("oscar", 0.5, "needle", chunk=chunk) for chunk in (128, 8192, 4096, 64)),
+        *(row("oscar", 0.5, "needle", chunk=chunk) for chunk in (128, 8192, 4096, 64, None)),
         row("oscar", 0.5, "gsm8k"),
     ]
-    assert [r["bf16_chunk"] for r in add_reference(runs)[2:]] == [128, 8192, 8192, 128, None]
+    assert [r["bf16_chunk"] for r in add_reference(runs)[2:]] == [128, 8192, 8192, 128, 8192, None]
     assert add_reference(runs)[-1]["bf16_score"] is None
     known = row("oscar", 0.5, "needle", bf16_score=0.7, bf16_chunk=32)
     assert add_reference([*runs, known])[-1] == known

@@ -25,6 +25,7 @@ from sglang_kvq.evaluation.tasks.kl import KLTask
 from sglang_kvq.evaluation.tasks.mathematics import MathTask
 from sglang_kvq.evaluation.tasks.needle import Needle, NeedleTask
 from sglang_kvq.evaluation.tasks.problems import answer_lengths, read_json_lines
+from sglang_kvq.evaluation.tasks.statistics import clustered
 from tests.conftest import ROOT
 from tests.evaluation.conftest import PROBLEMS, main
 from tests.evaluation.fake_server import FakeServer, log_probs
@@ -52,6 +53,8 @@ def test_kl_is_a_close_lower_bound_of_the_exact_one(text, bench):
     exact = np.concatenate(exact).mean()
     assert 0.9 * exact < outcome.value <= exact + 1e-6
     assert outcome.row["perplexity"] == pytest.approx(np.exp(np.concatenate(nll).mean()), rel=1e-4)
+    error = clustered([one.sum() for one in nll], [len(one) for one in nll])[1]
+    assert outcome.row["perplexity_se"] == pytest.approx(outcome.row["perplexity"] * error, rel=1e-3)
     assert outcome.n == 5 and outcome.se > 0
     contexts = outcome.details["per_context"]
     assert outcome.value == pytest.approx(sum(one["kl"] * one["tokens"] for one in contexts) / len(np.concatenate(nll)))
@@ -112,6 +115,12 @@ def test_kl_refuses(text, bench, settings, server, message):
 def test_kl_without_reference(text, bench):
     bench.material.settle_reference("the server of none ran out of memory")
     with FakeServer("oscar") as server, pytest.raises(KVQuantError, match="out of memory"):
+        kl_task(text).run(Client(server.url), bench)
+
+
+def test_kl_without_a_reference_of_its_contexts(text, bench):
+    bench.material.settle_reference()  # it was measured, but with other settings
+    with FakeServer("oscar") as server, pytest.raises(KVQuantError, match=r"no BF16 distributions of context \d of"):
         kl_task(text).run(Client(server.url), bench)
 
 
