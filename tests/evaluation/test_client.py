@@ -32,6 +32,13 @@ def test_an_error_status_is_not_tried_again():
         assert client.has_chat_template is False
 
 
+def test_a_style_that_is_given_is_used():
+    with FakeServer() as server:
+        client = Client(server.url)
+        assert [client.style(style) for style in ("chat", "completion")] == ["chat", "completion"]
+        assert server.requests == [] and client.style("auto") == "chat"
+
+
 def test_nobody_there():
     with pytest.raises(KVQuantError, match="refused"):
         _ = Client("http://127.0.0.1:9", attempts=1).facts

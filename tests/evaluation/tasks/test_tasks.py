@@ -228,6 +228,7 @@ def test_humaneval_runs_the_programs(humaneval, bench, style):
         outcome = task.run(Client(server.url), bench)
     solved = {one["task_id"]: one for one in outcome.details["problems"]}
     assert solved["T/0"]["passed"] and not solved["T/1"]["passed"]
+    assert len(server.asked("/v1/completions")) == (2 if style == "completion" else 0)
     assert outcome.value == 0.5 and outcome.n == 2 and outcome.details["items"] == [1, 0]
     if style == "chat":
         assert "timeout" in solved["T/1"]["reason"]
