@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import importlib.metadata
 import os
@@ -38,10 +39,8 @@ def versions() -> dict[str, str]:
     found = {}
     names = ("torch", "triton", "sglang", "flashinfer-python", "transformers", "sglang-kvq")
     for name in (*names, "sentence-transformers", "scikit-learn"):
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return found
 
 

@@ -184,7 +184,7 @@ class EpisodesOfSession:
 
 @dataclass(frozen=True)
 class ChainPlan:
-    """Sizes of a chain in tokens, multiples of ``PAGE_SIZE``.
+    """Sizes of a chain in tokens, positive multiples of ``PAGE_SIZE``.
 
     Attributes:
         budget: tokens that an episode keeps (M).
@@ -192,8 +192,7 @@ class ChainPlan:
         pinned: first tokens that every head keeps: sinks and the system prompt.
 
     Raises:
-        KVQuantError: a size is not a multiple of ``PAGE_SIZE``, budget or block is 0, or the budget holds only pinned
-            tokens.
+        KVQuantError: a size is not a positive multiple of ``PAGE_SIZE``, or the budget holds only pinned tokens.
     """
 
     budget: int
@@ -203,7 +202,7 @@ class ChainPlan:
     def __post_init__(self) -> None:
         for name in ("budget", "block", "pinned"):
             value = getattr(self, name)
-            if value % PAGE_SIZE or value < 0 or not (value or name == "pinned"):
+            if value % PAGE_SIZE or value <= 0:
                 raise KVQuantError(f"{name} of {value} tokens: must be a multiple of {PAGE_SIZE}, above 0.")
         if self.budget <= self.pinned:
             raise KVQuantError(f"a budget of {self.budget} tokens holds only the {self.pinned} pinned ones. Raise it.")
@@ -281,7 +280,10 @@ def _bytes(tokens: np.ndarray) -> bytes:
     return np.asarray(tokens, dtype=np.int64).tobytes()
 
 
-def step_ids(step: Step, history: np.ndarray, prompt: np.ndarray, plan: ChainPlan) -> np.ndarray:
-    """Returns the token ids of a step's request, int64 ``[n]``: prefix (or placeholders), block, patched prompt."""
-    before = history[: step.prefix] if step.offset == 0 else stand_ins(history, plan)
-    return np.concatenate([before, history[step.start : step.end], prompt]).astype(np.int64)
+def step_ids(step: Step, history: np.ndarray, prompt: np.ndarray) -> np.ndarray:
+    """Returns the token ids of a step's request, int64 ``[n]``: prefix, block, patched prompt.
+
+    The prefix is the history's beginning, or an episode, whose placeholders have the same ids (``stand_ins``).
+    """
+    parts = history[: step.prefix], history[step.start : step.end], prompt
+    return np.concatenate(parts).astype(np.int64)

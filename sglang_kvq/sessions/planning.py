@@ -46,7 +46,7 @@ class Plan:
     @property
     def hot(self) -> int:
         """Number of tokens that are read when the answer begins."""
-        return self.pages * PAGE_SIZE + self.tail if self.history else self.tokens
+        return self.pages * PAGE_SIZE + self.tail
 
 
 def plan(tokens: int, exact: int, question: int, *, budget: int, block: int) -> Plan:

@@ -117,7 +117,7 @@ def _begin_alike(a: np.ndarray, b: np.ndarray) -> bool:
     """Returns True if both arrays begin at the same address, so that one is the beginning of the other."""
     places = (a.__array_interface__, b.__array_interface__)
     first, second = ((place["data"], place["typestr"], place["strides"]) for place in places)
-    return bool(len(a) and len(b)) and first == second
+    return first == second
 
 
 @dataclass(eq=False)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from sglang_kvq.errors import KVQuantError
-from sglang_kvq.evaluation.client import Client, RequestRefused
+from sglang_kvq.evaluation.client import Answer, Client, RequestRefused
 from tests.evaluation.fake_server import FakeServer
 
 
@@ -30,11 +32,28 @@ def test_an_error_status_is_not_tried_again():
         assert client.has_chat_template is False
 
 
+def test_a_style_that_is_given_is_used():
+    with FakeServer() as server:
+        client = Client(server.url)
+        assert [client.style(style) for style in ("chat", "completion")] == ["chat", "completion"]
+        assert server.requests == [] and client.style("auto") == "chat"
+
+
 def test_nobody_there():
     with pytest.raises(KVQuantError, match="refused"):
         _ = Client("http://127.0.0.1:9", attempts=1).facts
+    with pytest.raises(RequestRefused, match="refused"):  # not taken for a server without a template
+        _ = Client("http://127.0.0.1:9/template", attempts=1).has_chat_template
     with pytest.raises(KVQuantError, match="must be a URL"):
         Client("localhost:30000")
+
+
+def test_an_answer_may_have_no_text(monkeypatch):
+    choice = {"message": {"content": None}, "finish_reason": "length"}
+    body = {"choices": [choice], "usage": {"prompt_tokens": 3, "completion_tokens": 9}}
+    client = Client("http://127.0.0.1:9")
+    monkeypatch.setattr(client, "request", lambda path, asked: body)
+    assert client.chat("Hello", 9) == Answer("", False, 3, 9)
 
 
 def test_facts():
@@ -44,3 +63,6 @@ def test_facts():
     with FakeServer() as server:
         facts = Client(server.url).facts
     assert (facts.method, facts.allocated_bits, facts.context_length) == ("none", 16.0, 4096)
+    assert (facts.room, replace(facts, capacity=2000).room) == (4096, 2000 - 64)
+    fp8 = replace(facts, kv_cache_dtype="fp8_e4m3")
+    assert (fp8.method, fp8.allocated_bits, fp8.pool_bits) == ("fp8", 8.0, 8.0)

@@ -64,3 +64,11 @@ def test_nothing_is_said_of_a_method_that_has_ended(monkeypatch, capsys):
     go.set()
     time.sleep(0.2)
     assert capsys.readouterr().err == "", "a line after the display's end"
+
+
+def test_lines_are_printed_as_they_are(capsys):
+    """Messages of errors may have brackets, or be longer than a terminal."""
+    text = "oscar: FAILED: list[int] [/red] :x: " + "word " * 60
+    with progress.Display() as display:
+        display.say(text)
+    assert capsys.readouterr().err.partition("] ")[2] == text + "\n"

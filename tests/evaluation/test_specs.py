@@ -41,10 +41,17 @@ def test_rotation_folders(tmp_path):
     spec = parse(f"oscar:2@{folder}")
     assert spec.label == "oscar:2@wiki-seed1" and spec.flags[-3] == str(folder)
     assert spec.calibration() == {"calibration": "wikitext2", "seed": 1}
+    assert parse("oscar").calibration() == {"calibration": None, "seed": None}
     before = spec.identity()
     assert str(tmp_path) not in json.dumps(before)
+    (folder / "config.json").write_text(json.dumps({"sha256": "abc", "seed": 1, "corpus": "wikitext2"}))
+    assert parse(f"oscar:2@{folder}").identity() == before
     (folder / "config.json").write_text(json.dumps({"corpus": "wikitext2", "seed": 2, "sha256": "def"}))
     assert parse(f"oscar:2@{folder}").identity() != before
+
+
+def test_labels_name_no_folder_of_this_machine():
+    assert parse("hadamard --load /data/x --of org/name").label == "hadamard --load x --of org/name"
 
 
 def test_published_rotations_of_one_size_are_told_apart(tmp_path):
@@ -95,6 +102,7 @@ def test_a_list_of_chunk_sizes_is_for_specs_that_say_none():
         ("oscar:auto:2.6@wiki0#own", "oscar:auto:2.6@wiki0", "oscar:auto:2.6"),
         ("turboquant:3 --kv-quant-seed 1", "turboquant:3 --kv-quant-seed 1", "turboquant:3"),
         ("hadamard#64 --kv-quant-recent 512", "hadamard --kv-quant-recent 512", "hadamard --kv-quant-recent 512"),
+        ("kivi --kv-quant-seed=1 --x 2", "kivi --kv-quant-seed=1 --x 2", "kivi --x 2"),
         ("mine", "mine", "mine"),
     ],
 )

@@ -11,16 +11,20 @@ from hypothesis import strategies as st
 
 from sglang_kvq.constants import PAGE_SIZE as P
 from sglang_kvq.errors import KVQuantError
+from sglang_kvq.sessions.config import PROMPT_TOKENS
 from sglang_kvq.sessions.embedding import unit
 from sglang_kvq.sessions.episodes import (
+    BYTES,
     INSTRUCTION,
     ChainPlan,
     Episodes,
+    EpisodesOfSession,
     chain,
     cluster,
     medoids,
     patched_prompt,
     stand_ins,
+    step_ids,
 )
 
 
@@ -73,8 +77,9 @@ def test_bad_input_is_refused() -> None:
         cluster(rows[:0], 2)
     with pytest.raises(KVQuantError, match="0 episodes"):
         cluster(rows, 0)
-    with pytest.raises(KVQuantError, match="episode 2: there are 2"):
-        medoids(rows, cluster(rows, 2), 2, 1)
+    for episode, count in ((2, 1), (-1, 1), (1, 0)):
+        with pytest.raises(KVQuantError, match=f"{count} medoids of episode {episode}: there are 2"):
+            medoids(rows, cluster(rows, 2), episode, count)
 
 
 def test_scikit_learn_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,6 +92,48 @@ def test_a_patched_prompt_has_its_segments_in_order() -> None:
     text = patched_prompt(["Ann: one\n", "Bob: two\n"])
     assert text.startswith(INSTRUCTION)
     assert text.removeprefix(INSTRUCTION) == "Ann: one\n\nBob: two\n"
+
+
+def divided(segments: int = 4) -> EpisodesOfSession:
+    """Returns two episodes of so many segments of a page each, with one prompt."""
+    found, rows = EpisodesOfSession(), np.repeat(np.eye(2, dtype=np.float32), segments // 2, axis=0)
+    found.prompt(found.divide(rows, 2, segments * P), 0, rows, str, lambda text: [*map(ord, text)])
+    return found
+
+
+def test_a_conversation_is_divided_again_when_it_has_doubled() -> None:
+    found, rows = divided(), np.repeat(np.eye(3, dtype=np.float32), [2, 2, 4], axis=0)
+    before = found.clusters
+    assert found.divide(rows[:7], 3, 7 * P) is before and list(found.prompts) == [0]
+    assert len(found.divide(rows, 3, 8 * P)) == 3
+    assert (found.segments, found.tokens, found.prompts) == (8, 8 * P, {})
+
+
+def test_clusters_of_tokens_that_changed_are_forgotten() -> None:
+    found = divided()
+    found.answered = 1
+    found.keep(4 * P)
+    assert found.clusters is not None and found.prompts
+    found.keep(4 * P - 1)
+    assert vars(found) == vars(EpisodesOfSession())
+
+
+def test_a_patched_prompt_is_made_once_of_the_episodes_own_segments() -> None:
+    found = divided()
+    known = found.prompt(found.clusters, 0, np.zeros((9, 2)), str, lambda text: [])
+    assert "".join(map(chr, known)) == patched_prompt(["0", "1"])
+    # Segments that followed later belong to no episode yet.
+    rows = np.repeat(np.eye(2, dtype=np.float32), [2, 5], axis=0)
+    text = found.prompt(found.clusters, 1, rows, str, lambda text: [*map(ord, text)] + [0] * PROMPT_TOKENS)
+    assert "".join(map(chr, text)).startswith(patched_prompt(["2", "3"]) + "\0") and len(text) == PROMPT_TOKENS
+
+
+def test_copies_change_independently_and_bytes_are_counted() -> None:
+    found = divided()
+    made, arrays = found.copy(), (found.clusters.labels, found.clusters.centroids, found.prompts[0])
+    made.prompts[1] = np.zeros(3, np.int64)
+    assert list(found.prompts) == [0] and EpisodesOfSession().nbytes == 0
+    assert found.nbytes == sum(one.nbytes for one in arrays) + BYTES == made.nbytes - 24 - BYTES
 
 
 PROMPT = (5, 6, 7)
@@ -164,7 +211,18 @@ def test_stand_ins_are_as_many_as_an_episode_keeps():
     assert stand_ins(np.arange(12 * P), plan).tolist() == list(range(4 * P))
 
 
-@pytest.mark.parametrize("sizes", [(100, 64), (128, 100), (128, 0), (0, 64), (64, 64), (128, 64, 65), (64, 64, -64)])
+def test_a_steps_request_is_its_prefix_a_block_and_the_prompt():
+    plan, history = ChainPlan(5 * P, 2 * P), np.arange(12 * P)
+    found = chain(history, PROMPT, plan, tenant="t", namespace=None, method="oscar")
+    ids = [step_ids(step, history, np.array(PROMPT)) for step in found]
+    assert ids[0].tolist() == [*range(6 * P), *PROMPT]  # the first prefix is history
+    for start, one in zip((6 * P, 8 * P, 10 * P), ids[1:], strict=True):
+        assert one.tolist() == [*stand_ins(history, plan), *range(start, start + 2 * P), *PROMPT]
+
+
+@pytest.mark.parametrize(
+    "sizes", [(100, 64), (128, 100), (128, 0), (0, 64), (64, 64), (128, 64, 65), (64, 64, -64), (64, 64, 0)]
+)
 def test_chains_of_wrong_sizes(sizes):
     with pytest.raises(KVQuantError, match="tokens"):
         ChainPlan(*sizes)

@@ -126,6 +126,8 @@ def test_an_index_of_the_first_texts_grows_by_itself() -> None:
     np.testing.assert_array_equal(whole.scores("kites 7"), index(texts).scores("kites 7"))
     np.testing.assert_array_equal(other.scores("kites 7"), index([*texts[:150], "lakes and kites"]).scores("kites 7"))
     assert sum(a is b for a, b in zip(whole.texts.blocks, other.texts.blocks)) == 2
+    (block,) = other.first(9).texts.blocks
+    assert block.nbytes == block.packed.nbytes + 9 * (block.ends.itemsize + block.lengths.itemsize)
 
 
 def test_a_term_without_end_counts_as_often_as_it_can() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from sglang_kvq.constants import PAGE_SIZE as P
 from sglang_kvq.errors import KVQuantError
-from sglang_kvq.sessions.messages import NAME_PREFIX, Fold, Selection
+from sglang_kvq.sessions.messages import _PART, NAME_PREFIX, Fold, FoldedPrefix, Selection
 
 HISTORY = np.arange(5 * P)
 
@@ -21,6 +21,12 @@ def test_a_selection_survives_its_way() -> None:
     assert (got.pages.tolist(), got.namespace, got.owner) == ([0, 2, 3], "name\u00e9", "me")
     assert got.name == selection.name and got.name.startswith(NAME_PREFIX)
     assert got.tokens.tolist() == [*range(P), *range(2 * P, 4 * P)] and got.offset == 2 * P
+
+
+def test_a_long_history_survives_in_parts() -> None:
+    history = np.arange(2 * _PART + P)
+    got = Selection.decode(Selection(history, None, [len(history) // P - 1]).encode())
+    np.testing.assert_array_equal(got.history, history)
 
 
 def test_names_differ_where_anything_does() -> None:
@@ -49,15 +55,34 @@ def test_a_history_that_ends_within_a_page_is_refused() -> None:
         Selection(HISTORY[:-1], None, [0])
 
 
-@pytest.mark.parametrize("text", ["", "{}", "[]", 7, json.dumps({"history": "?", "pages": "", "namespace": None})])
+NO_SELECTIONS = ("", "{}", "[]", 7, json.dumps({"history": "?", "pages": "", "namespace": None}))
+
+
+@pytest.mark.parametrize("text", [*NO_SELECTIONS, Selection(HISTORY, None, [0]).encode() + "!"])
 def test_what_is_no_selection_is_refused(text: object) -> None:
     with pytest.raises(KVQuantError, match="not a selection of pages"):
         Selection.decode(text)
 
 
 def test_a_fold_survives_its_way() -> None:
-    fold = Fold("kvq-epi-1", 640, 128)
+    fold = Fold("kvq-epi-1", 640, 128, 128)
     assert Fold.decode(fold.encode()) == fold
+
+
+@pytest.mark.parametrize("pinned", [-1, 129])
+def test_a_fold_pins_no_more_than_it_keeps(pinned: int) -> None:
+    with pytest.raises(KVQuantError, match=f"keeps 128 tokens, {pinned} of them pinned"):
+        Fold("name", 640, 128, pinned)
+
+
+def test_an_episode_survives_its_way() -> None:
+    for prefix in (FoldedPrefix(P, 0), FoldedPrefix(2 * P, 5)):
+        assert FoldedPrefix.decode(prefix.encode()) == prefix
+    for tokens, offset in ((0, 0), (-P, 0), (P + 1, 0), (P, -1)):
+        with pytest.raises(KVQuantError, match=f"an episode of {tokens} tokens at offset {offset}"):
+            FoldedPrefix(tokens, offset)
+    with pytest.raises(KVQuantError, match="kvq_prefix: not a prefix"):
+        FoldedPrefix.decode("{}")
 
 
 @pytest.mark.parametrize(("length", "kept"), [(640, 0), (640, 100), (600, 128), (128, 192), (-64, -64)])

@@ -86,6 +86,7 @@ class Tokenizer:
         self.before, self.after = before, after
 
     def apply_chat_template(self, conversation: list[dict[str, str]], **options: Any) -> list[int]:
+        assert options == {"tokenize": True, "return_dict": False}  # otherwise a tokenizer returns text, or a dict
         return [ord(c) for one in conversation for c in self.before[one["role"]] + one["content"] + self.after]
 
 

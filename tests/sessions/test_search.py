@@ -8,8 +8,9 @@ import pytest
 from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.sessions.embedding import unit
-from sglang_kvq.sessions.index import Lexical
-from sglang_kvq.sessions.search import choose_pages, fuse, rank_windows, windows
+from sglang_kvq.sessions.index import Lexical, NewPages, PageIndex
+from sglang_kvq.sessions.planning import Plan
+from sglang_kvq.sessions.search import MATCHES, Question, choose, choose_pages, fuse, rank_windows, windows
 
 
 def spans(tokens: int, size: int) -> list[tuple[int, int]]:
@@ -83,6 +84,28 @@ def test_windows_by_meaning_and_letters() -> None:
     assert rank_windows("coast", row, pages, index)[0] in (0, 1)
     with pytest.raises(KVQuantError, match="embeddings of 4 pages, but an index of 5"):
         rank_windows("coast", row, pages[:4], index)
+
+
+def test_a_choice_shows_the_windows_that_it_read() -> None:
+    rows, index = unit(np.random.default_rng(0).standard_normal((40, 8))), PageIndex()
+    index.add(NewPages.made(rows, [f"page {n}" for n in range(40)]))
+    rows, plan = index.rows(), Plan(41 * PAGE_SIZE, 40 * PAGE_SIZE, pages=8)
+
+    def choice(row: np.ndarray, sinks: int = 1) -> tuple[list[int], list[tuple[int, int]], list[float]]:
+        found = choose(Question("something", row), index, plan, size=2, sinks=sinks, recent=2)
+        spans = [(match.start // PAGE_SIZE, match.end // PAGE_SIZE) for match in found.matches]
+        return found.pages.tolist(), spans, [match.score for match in found.matches]
+
+    pages, shown, scores = choice(rows[20])
+    assert len(pages) == 8 and {0, 38, 39} < set(pages) and {19, 20, 21} & set(pages)
+    best = rank_windows("something", rows[20], rows, index.letters)[:MATCHES].tolist()
+    assert shown == [(n, n + 2) for n in best if n in pages] and len(shown) < MATCHES
+    np.testing.assert_allclose(scores, [unit(rows[a:b].mean(0)) @ rows[20] for a, b in shown], rtol=1e-5)
+    # Sinks leave room for one window.
+    pages, shown, _ = choice(rows[20], sinks=9)
+    assert pages[:4] == [0, 1, 2, 3] and pages[4] + 1 == pages[5] == shown[0][0] + 1
+    # A question without words is near to nothing.
+    assert choice(np.zeros(8, np.float32)) == ([0, *range(33, 40)], [], [])
 
 
 def test_fusion_is_of_standardized_scores() -> None:

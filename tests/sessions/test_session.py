@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from sglang_kvq.constants import PAGE_SIZE as P
 from sglang_kvq.sessions import session as session_module
+from sglang_kvq.sessions.episodes import EpisodesOfSession
 from sglang_kvq.sessions.index import NewPages
 from sglang_kvq.sessions.planning import common_length
 from sglang_kvq.sessions.session import BRANCHES, Branch, Session
@@ -149,6 +150,7 @@ def test_another_namespace_knows_nothing_of_the_cache() -> None:
     session.computed(said[: 4 * P], NAMES)
     session.computed(said[: 4 * P], ("other", None))
     assert session.exact_of(said, NAMES) == 4 * P and session.exact_of(said, ("other", None)) == 0
+    assert session.said(said[:200], NAMES) == 200 and session.said(said, ("other", None)) == 0
     assert session.follow(said, ("other", None)) == 300 and session.latest.exact == 0
     session.computed(said[: 4 * P], NAMES)
     assert session.exact_of(said, NAMES) == session.exact_of(said, ("other", None)) == 0
@@ -163,6 +165,16 @@ def test_late_results_of_what_was_not_said_count_only_as_far_as_it_was() -> None
     assert session.latest.exact == 4 * P
     embed(session, said, 8)  # page 4 lies partly in the edited part
     assert_indexed(session, edited, 4)
+
+
+def test_episodes_are_kept_if_their_tokens_were_not_edited() -> None:
+    session = Session("", "s")
+    session.follow(ids((1, 300), (2, 400)), NAMES)
+    before, kept = EpisodesOfSession(tokens=301), EpisodesOfSession(tokens=300)
+    session.divided(ids((1, 600)), before)
+    assert session.latest.episodes is not before
+    session.divided(ids((1, 600)), kept)
+    assert session.latest.episodes is kept
 
 
 def test_what_one_request_looks_at_no_other_changes() -> None:

@@ -16,7 +16,7 @@ from sglang_kvq.constants import PAGE_SIZE as P
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.sessions.index import Lexical, NewPages, PageIndex
 from sglang_kvq.sessions.session import Session
-from sglang_kvq.sessions.store import SessionStore
+from sglang_kvq.sessions.store import LOOK, SessionStore
 
 NAMES = (None, None)
 
@@ -50,6 +50,21 @@ def test_idle_sessions_expire() -> None:
     assert store.use("t", "old") is not old
     clock.now += 1e9
     assert store.of("t") == []
+
+
+def test_a_session_that_is_used_again_expires_later() -> None:
+    clock = Clock()
+    store = SessionStore(9, 60, clock)
+    used, idle = store.use("t", "used"), store.use("t", "idle")
+    assert store.expires_in() == 60
+    clock.now += 50
+    store.use("t", "used")
+    assert store.expires_in() == 10
+    clock.now += 20
+    assert store.expires_in() == LOOK
+    assert store.of("t") == [used] and not store.holds(idle) and store.expires_in() == 40
+    store.delete("t", "used")
+    assert store.expires_in() is None
 
 
 def test_a_session_is_not_idle_while_it_answers() -> None:
@@ -98,7 +113,7 @@ def test_sessions_without_expiry_stay() -> None:
     store = SessionStore(9, 0, clock)
     session = store.use("t", "a")
     clock.now += 1e9
-    assert store.get("t", "a") is session
+    assert store.get("t", "a") is session and store.expires_in() is None
 
 
 def test_tenants_have_sessions_of_their_own() -> None:

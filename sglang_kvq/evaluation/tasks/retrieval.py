@@ -74,7 +74,7 @@ class RetrievalTask:
                 answer = client.complete(f"{case.text}\n\n{case.unfinished}", ANSWER_TOKENS, stop=["\n\n"])
             asked = {
                 "length": length,
-                "score": case.score(_quoted(case, answer.text, style)),
+                "score": case.score(answer.text),
                 "prompt_tokens": answer.prompt_tokens,
                 "complete": answer.complete,
                 "tokens": answer.tokens,
@@ -146,8 +146,3 @@ class RetrievalTask:
             for length in left_out
         ]
         return Outcome(value, se, len(asked), row, details, warnings)
-
-
-def _quoted(case: Haystack, answer: str, style: str) -> str:
-    """Returns the answer; puts the quotation mark that ``unfinished`` opened back before a completion."""
-    return answer if style == "chat" else case.unfinished[-1] + answer if case.unfinished.endswith('"') else answer

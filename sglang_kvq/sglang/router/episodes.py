@@ -155,7 +155,7 @@ class EpisodeRouter:
             self._built.pop(step.name, None)
 
     async def _step(self, turn: Turn, chosen: Chosen, step: Step) -> None:
-        ids = step_ids(step, turn.ids, chosen.prompt, chosen.plan)
+        ids = step_ids(step, turn.ids, chosen.prompt)
         fold = Fold(step.name, step.prefix + step.end - step.start, chosen.plan.budget, chosen.plan.pinned)
         params = {FOLD: fold.encode()}
         if step.offset:

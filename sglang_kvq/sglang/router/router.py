@@ -218,7 +218,6 @@ class Router:
     async def _serve_whole(self, turn: Turn) -> Outputs:
         """Serves the prompt unchanged, and remembers the conversation."""
         turn.session.hot, turn.session.history, turn.session.pages, turn.session.matches = len(turn.ids), 0, (), ()
-        turn.output.clear()
         async with aclosing(self.workers.sent(turn, turn.obj)) as outputs:
             async for out in outputs:
                 if not turn.delivery.passes(out):
@@ -269,7 +268,6 @@ class Router:
         Raises:
             Unreadable: the pages or the episode can no longer be read.
         """
-        turn.output.clear()
         try:
             async with aclosing(self.workers.sent(turn, inner)) as outputs:
                 async for out in outputs:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from importlib.util import find_spec
+from types import SimpleNamespace
 
 import pytest
 
@@ -193,3 +195,37 @@ def test_differences_are_named():
 )
 def test_paths_are_cut_to_their_names(text, shown):
     assert provenance.without_paths(text) == shown
+
+
+def test_a_result_names_its_commit(tmp_path, monkeypatch):
+    def git(*words):
+        named = ("-c", "user.name=x", "-c", "user.email=x@example.org")
+        subprocess.run(["git", *named, *words], cwd=tmp_path, check=True, capture_output=True)
+
+    monkeypatch.delenv("KVQ_COMMIT", raising=False)
+    monkeypatch.setattr(provenance, "ROOT", tmp_path)
+    assert provenance.commit() == ("unknown", False)
+    git("init")
+    assert provenance.commit() == ("unknown", False)
+    (tmp_path / "tracked").write_text("1")
+    git("add", ".")
+    git("commit", "-m", "one")
+    sha, dirty = provenance.commit()
+    assert len(sha) == 40 and not dirty
+    (tmp_path / "untracked").touch()
+    assert provenance.commit() == (sha, False)
+    (tmp_path / "tracked").write_text("2")
+    assert provenance.commit() == (sha, True)
+    monkeypatch.setenv("KVQ_COMMIT", "abc")
+    assert provenance.commit() == ("abc", False)
+
+
+def test_a_result_names_its_device(monkeypatch):
+    listed = SimpleNamespace(stdout="NVIDIA H200\nNVIDIA H200\n")
+    monkeypatch.setattr("subprocess.run", lambda *words, **options: listed)
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    assert [provenance.device_name(one) for one in ("cuda", "cpu", "xpu")] == ["cuda", "CPU", "xpu"]
+    monkeypatch.setattr("shutil.which", lambda name: name)
+    assert [provenance.device_name(one) for one in ("cuda", "cpu")] == ["NVIDIA H200", "CPU"]
+    listed.stdout = ""
+    assert provenance.device_name("cuda") == "cuda"

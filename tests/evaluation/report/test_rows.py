@@ -17,7 +17,16 @@ from sglang_kvq.evaluation.report import plots
 from sglang_kvq.evaluation.report.page import page, section
 from sglang_kvq.evaluation.report.plots import FAMILIES, REFERENCES, family_of
 from sglang_kvq.evaluation.report.results import collect_map
-from sglang_kvq.evaluation.report.rows import COLUMNS, Point, add_reference, frontier, points, representative, rows_of
+from sglang_kvq.evaluation.report.rows import (
+    COLUMNS,
+    Point,
+    add_reference,
+    frontier,
+    place,
+    points,
+    representative,
+    rows_of,
+)
 from sglang_kvq.methods import METHOD_NAMES
 from tests.conftest import ROOT
 from tests.evaluation.conftest import main
@@ -160,6 +169,8 @@ def test_rows_of_a_report(content):
     assert tuple(one.values()) == expected + 6 * (None,), "it generates nothing, so it has no lengths"
     assert {(r["task"], r["context"]) for r in found} == {(t, 2048) for t in ("kl", "top1", "perplexity", "needle")}
     assert {r["seed"] for r in found if r["method"] == "turboquant:3"} == {4}
+    seeded = accuracy(measured("turboquant:3", 0.2, 0.7, calibration="random, seed 4", seed=0))
+    assert {r["seed"] for r in rows_of(seeded)} == {0}
 
 
 def test_the_likelihood_of_exact_keys_has_rows_of_its_own():
@@ -172,11 +183,24 @@ def test_the_likelihood_of_exact_keys_has_rows_of_its_own():
 def test_bf16_is_of_the_same_chunks_or_else_of_the_nearest():
     runs = [
         *(row("none", 0.9, "needle", chunk=chunk) for chunk in (128, 8192)),
-        *(row("oscar", 0.5, "needle", chunk=chunk) for chunk in (128, 8192, 4096, 64)),
+        *(row("oscar", 0.5, "needle", chunk=chunk) for chunk in (128, 8192, 4096, 64, None)),
         row("oscar", 0.5, "gsm8k"),
     ]
-    assert [r["bf16_chunk"] for r in add_reference(runs)[2:]] == [128, 8192, 8192, 128, None]
+    assert [r["bf16_chunk"] for r in add_reference(runs)[2:]] == [128, 8192, 8192, 128, 8192, None]
     assert add_reference(runs)[-1]["bf16_score"] is None
+    known = row("oscar", 0.5, "needle", bf16_score=0.7, bf16_chunk=32)
+    assert add_reference([*runs, known])[-1] == known
+
+
+def test_rows_come_by_task_chunk_context_and_bits():
+    ordered = [
+        *(("kl", 128, 2048, bits) for bits in (16.0, 2.5)),
+        *(("kl", chunk, context, 16.0) for chunk, context in ((128, 8192), (8192, 2048), (None, 512))),
+        *(("gsm8k", 128, None, bits) for bits in (16.0, 2.5)),
+    ]
+    rows = [row("m", 0.5, task, chunk=a, context=b, allocated_bits=bits) for task, a, b, bits in ordered]
+    rows.reverse()
+    assert [(r["task"], r["chunk"], r["context"], r["allocated_bits"]) for r in sorted(rows, key=place)] == ordered
 
 
 def test_a_map_of_several_sources(content, tmp_path, capsys):
@@ -187,12 +211,13 @@ def test_a_map_of_several_sources(content, tmp_path, capsys):
         commit="b" * 40,
         dirty=True,
         command="kvq eval --model fake --chunked-prefill-size own",
+        date="2026-01-01",
     )
     sources = [write(tmp_path / "a.json", content), write(tmp_path / "b.json", own)]
     out = tmp_path / "precise_fake.json"
     assert main(["--map", *sources, "--out", str(out)]) == 0
     made = read(out)
-    header = {"name": "precise_fake", "model": "fake", "device": "NVIDIA H200", "dirty": True}
+    header = {"name": "precise_fake", "model": "fake", "device": "NVIDIA H200", "dirty": True, "date": "2026-01-02"}
     assert {name: made[name] for name in header} == header
     assert made["commit"] == f"{'a' * 40}, {'b' * 40}" and made["versions"] == {"sglang": "0.5.23"}
     commands = [HEADER["command"], own["command"], "kvq eval --map a.json b.json --out precise_fake.json"]
@@ -223,6 +248,11 @@ def test_sources_that_do_not_belong_together(content, tmp_path, change, message)
     sources = [write(tmp_path / "a.json", content), write(tmp_path / "b.json", other)]
     with pytest.raises(KVQuantError, match=message):
         main(["--map", *sources, "--out", str(tmp_path / "precise_fake.json")])
+
+
+def test_a_map_of_nothing_is_refused(tmp_path):
+    with pytest.raises(KVQuantError, match=r"a.json: nothing measured in it"):
+        main(["--map", write(tmp_path / "a.json", accuracy()), "--out", str(tmp_path / "precise_fake.json")])
 
 
 def test_other_lengths_belong_together(content, tmp_path):

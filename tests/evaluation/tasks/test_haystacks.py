@@ -46,6 +46,8 @@ def test_keys_differ_and_numbers_of_lines_are_as_asked():
     keys = re.findall(r'"([0-9a-f-]{36})": ', text)
     assert len(keys) == len(set(keys)) == 75
     assert len(KINDS["multi_value"]("3", 75).expected) == VALUES
+    lines = {kind: len(make("3", 75).text.split("\n")) for kind, make in KINDS.items()}
+    assert lines == {"exact_keys": 76, "multi_key": 75, "multi_value": 75, "tracking": 75, "tool_call": 150}
 
 
 def test_a_chain_can_be_followed():

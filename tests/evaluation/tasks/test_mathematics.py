@@ -171,6 +171,13 @@ def test_problems_of_a_file(bench, tmp_path, style):
     assert MathTask(path).identity()["sha256"] and "seed" not in MathTask(path).identity()
 
 
+def test_an_answer_without_a_number_is_wrong(bench, monkeypatch):
+    monkeypatch.setattr("tests.evaluation.fake_server.answer_to", lambda prompt: "no idea")
+    with FakeServer() as server:
+        outcome = MathTask(problems=2).run(Client(server.url), bench)
+    assert [(one["passed"], one["found"]) for one in outcome.details["problems"]] == [(False, None)] * 2
+
+
 def test_generated_problems(bench):
     with FakeServer() as server:
         outcome = MathTask(problems=24).run(Client(server.url), bench)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.evaluation.client import Client
-from sglang_kvq.evaluation.tasks.haystacks import KINDS
+from sglang_kvq.evaluation.tasks.haystacks import KINDS, Haystack
 from sglang_kvq.evaluation.tasks.retrieval import RetrievalTask
 from tests.evaluation.fake_server import FakeServer, log_probs
 
@@ -57,11 +59,24 @@ def test_likelihood_is_of_the_value_behind_its_cached_prompt(bench):
     assert 0 <= outcome.row["exact_keys_likeliest"] < 0.2
 
 
+def test_likeliest_tokens_are_those_of_the_value():
+    def logprobs(ids, first, top):
+        assert (ids[first:], top) == ([97, 98], 1)
+        own, likeliest = [[-1.0, 97, None], [-2.0, 98, None]], [[[-1.0, 97, None]], [[-0.5, 5, None]]]
+        return {"input_token_logprobs": own, "input_top_logprobs": likeliest}
+
+    case = Haystack("text", "question", "unfinished", ("ab",), "")
+    material = SimpleNamespace(begin_token=lambda client: [1], encode=lambda text, client: [*map(ord, text)])
+    client = SimpleNamespace(cache=lambda ids: None, prompt_logprobs=logprobs)
+    found = task().likelihood(case, client, SimpleNamespace(material=material))
+    assert found == {"nats": 3.0, "likeliest": 1, "value_tokens": 2}
+
+
 @pytest.mark.parametrize(
     "settings,words",
     [
         (dict(name="haystack"), "haystack.*exact_keys"),
-        (dict(lengths=(100,)), "--retrieval-lengths"),
+        (dict(lengths=(2048, 100)), "--retrieval-lengths"),
         (dict(lengths=()), "--retrieval-lengths"),
         (dict(cases=0), "--retrieval-cases"),
     ],
@@ -69,6 +84,11 @@ def test_likelihood_is_of_the_value_behind_its_cached_prompt(bench):
 def test_settings_that_make_no_sense_are_named(settings, words):
     with pytest.raises(KVQuantError, match=words):
         task(**settings)
+
+
+def test_changed_settings_are_another_identity():
+    for change in ({"lengths": (2048,)}, {"cases": 4}, {"style": "chat"}, {"seed": 1}):
+        assert task(**change).identity() != task().identity() == task().identity()
 
 
 def test_a_server_that_takes_no_length_is_named(bench):

@@ -6,6 +6,7 @@ import dataclasses
 import gzip
 import itertools
 import json
+import re
 import subprocess
 import sys
 from decimal import Decimal
@@ -24,6 +25,7 @@ from sglang_kvq.evaluation.tasks.kl import KLTask
 from sglang_kvq.evaluation.tasks.mathematics import MathTask
 from sglang_kvq.evaluation.tasks.needle import Needle, NeedleTask
 from sglang_kvq.evaluation.tasks.problems import answer_lengths, read_json_lines
+from sglang_kvq.evaluation.tasks.statistics import clustered
 from tests.conftest import ROOT
 from tests.evaluation.conftest import PROBLEMS, main
 from tests.evaluation.fake_server import FakeServer, log_probs
@@ -51,7 +53,11 @@ def test_kl_is_a_close_lower_bound_of_the_exact_one(text, bench):
     exact = np.concatenate(exact).mean()
     assert 0.9 * exact < outcome.value <= exact + 1e-6
     assert outcome.row["perplexity"] == pytest.approx(np.exp(np.concatenate(nll).mean()), rel=1e-4)
+    error = clustered([one.sum() for one in nll], [len(one) for one in nll])[1]
+    assert outcome.row["perplexity_se"] == pytest.approx(outcome.row["perplexity"] * error, rel=1e-3)
     assert outcome.n == 5 and outcome.se > 0
+    contexts = outcome.details["per_context"]
+    assert outcome.value == pytest.approx(sum(one["kl"] * one["tokens"] for one in contexts) / len(np.concatenate(nll)))
     assert outcome.row["kl_by_length"][200]["kl"] != outcome.row["kl_by_length"][300]["kl"]
 
 
@@ -112,6 +118,12 @@ def test_kl_without_reference(text, bench):
         kl_task(text).run(Client(server.url), bench)
 
 
+def test_kl_without_a_reference_of_its_contexts(text, bench):
+    bench.material.settle_reference()  # it was measured, but with other settings
+    with FakeServer("oscar") as server, pytest.raises(KVQuantError, match=r"no BF16 distributions of context \d of"):
+        kl_task(text).run(Client(server.url), bench)
+
+
 def test_kl_leaves_out_what_does_not_fit_and_says_so(text, bench):
     task = kl_task(text)
     bench.material.settle_reference()
@@ -153,7 +165,8 @@ def test_needle_is_found_at_every_depth(text, bench, template):
     numbers = [one["answer"] for one in outcome.details["asked"]]
     assert len(set(numbers)) == 12
     where = sorted(prompt.index("The magic number") / len(prompt) for prompt in prompts)
-    assert where[0] < 0.1 and where[-1] > 0.6
+    assert where[3] < 0.2 < where[4] and where[7] < 0.5 < 0.6 < where[8], "a third of them at each depth"
+    assert sum(bool(re.search(r"The magic number of \w+ is \d+\.\\n", prompt)) for prompt in prompts) == 4, "at the end"
 
 
 def test_needle_cells_have_standard_errors_of_their_trials(text, bench, monkeypatch):
@@ -215,6 +228,7 @@ def test_humaneval_runs_the_programs(humaneval, bench, style):
         outcome = task.run(Client(server.url), bench)
     solved = {one["task_id"]: one for one in outcome.details["problems"]}
     assert solved["T/0"]["passed"] and not solved["T/1"]["passed"]
+    assert len(server.asked("/v1/completions")) == (2 if style == "completion" else 0)
     assert outcome.value == 0.5 and outcome.n == 2 and outcome.details["items"] == [1, 0]
     if style == "chat":
         assert "timeout" in solved["T/1"]["reason"]
@@ -259,6 +273,13 @@ def test_a_host_without_a_sandbox_is_refused_before_a_server_runs(humaneval, mon
     HumanEvalTask(humaneval, allow_unsandboxed=True)
 
 
+def test_a_programs_identity_is_that_of_its_file_and_settings(humaneval):
+    found = HumanEvalTask(humaneval, allow_unsandboxed=True).identity()
+    assert found == HumanEvalTask(humaneval).identity() != HumanEvalTask(humaneval, problems=1).identity()
+    assert found["file"] == "problems.jsonl.gz" and len(found["sha256"]) == 64
+    assert str(humaneval.parent) not in json.dumps(found)
+
+
 def test_a_number_counts_as_text(tmp_path):
     path = tmp_path / "problems.jsonl"
     path.write_text('{"problem": "How many?", "answer": 204}')
@@ -273,6 +294,12 @@ def test_json_lines_end_at_line_feeds_only(tmp_path, mark, end):
     path = tmp_path / "problems.jsonl"
     path.write_bytes((end.join(json.dumps(one, ensure_ascii=False) for one in objects) + end).encode())
     assert read_json_lines(path, ("question",)) == objects
+
+
+def test_blank_lines_are_left_out(tmp_path):
+    path = tmp_path / "problems.jsonl"
+    path.write_text('{"question": "one"}\n \t\n\n{"question": "two"}\n')
+    assert [one["question"] for one in read_json_lines(path, ("question",))] == ["one", "two"]
 
 
 @pytest.mark.parametrize("mark", "\x0b\x0c\x1c\x1d\x1e", ids=ascii)
@@ -302,6 +329,8 @@ def test_gsm8k(gsm8k, bench, style):
         asked = str(server.requests[-1][1])
     assert outcome.details["items"] == [1, 0, 1] and outcome.value == pytest.approx(2 / 3)
     assert "Q0?" in asked and "Q1?" in asked and "<<" not in asked
+    shown, none = (GSM8KTask(gsm8k, gsm8k, shots=shots).identity()["train"] for shots in (1, 0))
+    assert shown["file"] == "gsm8k.jsonl" and none is None
 
 
 def test_answers_have_lengths_and_the_limit_cuts_some_off(gsm8k, bench):

@@ -116,6 +116,27 @@ def test_increments_cannot_be_told_to_go_on():
     assert ending(outs)["status_code"] is HTTPStatus.SERVICE_UNAVAILABLE
 
 
+@pytest.mark.parametrize("sent", [("", [7]), ("x", [])], ids=["half a character", "text"])
+def test_part_of_an_increment_cannot_be_told_to_go_on_either(sent):
+    delivery = session_answers.Delivery(request_of(stream=True), incremental=True)
+    delivery.begin_again()  # nothing was sent yet
+    assert delivery.passes({"text": sent[0], "output_ids": sent[1], "meta_info": {}})
+    with pytest.raises(session_answers.Ended, match="Send the request again"):
+        delivery.begin_again()
+
+
+def test_an_answer_without_ids_is_compared_by_its_text():
+    def passes(text):
+        return delivery.passes({"text": text, "meta_info": {}})
+
+    delivery = session_answers.Delivery(request_of(stream=True), incremental=False)
+    assert passes("Par")
+    delivery.begin_again()
+    assert not passes("Pa") and not passes("Par")
+    with pytest.raises(session_answers.Ended, match="Send the request again"):
+        passes("Lyo")
+
+
 @pytest.mark.parametrize("incremental", [False, True])
 @pytest.mark.parametrize("stream", [False, True])
 def test_before_anything_was_sent_an_answer_is_simply_made_again(stream, incremental):
@@ -171,6 +192,8 @@ def test_an_ended_request_has_what_sglangs_endpoints_read():
     meta = out["meta_info"]
     assert meta["output_token_logprobs"] == [] and meta["output_token_logprobs_length"] == 0
     assert {"completion_tokens", "weight_version"} <= set(meta)
+    (out,) = ask(Scripted(reason("x"), answers=False))
+    assert not any("logprobs" in name for name in out["meta_info"])
 
 
 @pytest.mark.parametrize("stream", [False, True])

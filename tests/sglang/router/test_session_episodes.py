@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -34,8 +35,8 @@ class Manager(session_model.Manager):
 
     context_len, says = 8192, (7, 8)
 
-    def __init__(self, *problems: Exception) -> None:
-        super().__init__(config=CONFIG)
+    def __init__(self, *problems: Exception, **episodic) -> None:
+        super().__init__(config=CONFIG, **episodic)
         self.tokenizer.encode = lambda text, **options: [int(word) % 3000 for word in text.split() if word.isdigit()]
         self.problems, self.cached = list(problems), set()
 
@@ -75,6 +76,23 @@ def test_a_chain_is_built_and_answered_from():
     assert answer.input_ids == [*LONG[:BUDGET], *LONG[14 * P :]]
     assert FoldedPrefix.decode(manager.custom(-1, PREFIX)) == FoldedPrefix(BUDGET, 8 * P)
     assert out["meta_info"]["prompt_tokens"] == len(LONG) and manager.session.hot == BUDGET + 2 * P
+
+
+@pytest.mark.parametrize("sinks,pinned", [(0, P), (P, P), (3 * P, 3 * P)])
+def test_every_episode_keeps_the_sinks(sinks, pinned):
+    manager = session_model.Manager(config=replace(CONFIG, sink_tokens=sinks))
+    assert manager.router.episodes.plan.pinned == pinned
+
+
+@pytest.mark.parametrize("system,pages", [(0, 1), (P // 2, 1), (P + 1, 2), (3 * P, 2)])
+def test_every_episode_keeps_the_system_prompt(system, pages):
+    """It ends at the first user message, and may take a quarter of the budget."""
+    manager, said = Manager(budget=8 * P), LONG.copy()
+    manager.router.marker = np.array([1901, 1902])
+    for at in (system, 12 * P):
+        said[at : at + 2] = manager.router.marker
+    manager.ask(said)
+    assert {Fold.decode(manager.custom(i, FOLD)).pinned for i in range(len(manager.sent) - 1)} == {pages * P}
 
 
 def test_the_episode_is_the_questions():

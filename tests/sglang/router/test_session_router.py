@@ -4,20 +4,51 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from dataclasses import replace
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from fastapi import HTTPException
 
 from sglang_kvq.constants import PAGE_SIZE as P
 from sglang_kvq.errors import KVQuantError
+from sglang_kvq.sessions.embedding import Embedder
 from sglang_kvq.sessions.messages import SELECTION, Selection
-from tests.sglang.router.session_model import BUDGET, EPISODIC, LONG, Manager, http, request_of
+from sglang_kvq.sglang.router import router as session_router
+from sglang_kvq.sglang.runtime import attach
+from tests.sglang.router.session_model import BUDGET, CONFIG, EPISODIC, LONG, NAME, Manager, http, request_of
 
 
 def test_without_a_session_a_request_is_sglangs():
     manager, obj = Manager(), request_of(input_ids=LONG.tolist())
     asyncio.run(manager.heard(obj, http()))
     assert manager.sent == [obj] and len(manager.router.store) == 0
+
+
+@pytest.mark.parametrize("config", [None, replace(CONFIG, episodic=None)], ids=["plain", "no policy"])
+def test_a_server_without_the_policy_has_no_sessions(config):
+    args = SimpleNamespace()
+    attach(config, args)
+    manager = SimpleNamespace(server_args=args)
+    found = session_router.around_generate_request(lambda *words: words, manager, request_of(), NAME)
+    assert found[0] is manager and session_router.router_of(manager) is None
+
+
+def test_the_policys_router_is_made_once(monkeypatch):
+    manager, loaded = Manager(embedder_device="cuda:1"), []
+    monkeypatch.setattr(
+        session_router, "load_embedder", lambda *words: loaded.append(words) or Embedder(manager.words, words[1])
+    )
+    del manager._kvq_router
+    router = session_router.router_of(manager)
+    assert router is session_router.router_of(manager) and router.manager is manager
+    assert loaded == [("folder", "cuda:1")]
+
+
+def test_a_request_for_embeddings_is_sglangs():
+    manager, obj = Manager(), SimpleNamespace(input_ids=LONG.tolist())  # SGLang's class for these has no sessions
+    assert session_router.around_generate_request(lambda *words: words, manager, obj, NAME) == (manager, obj, NAME)
 
 
 def test_a_prompt_within_the_budget_is_the_clients_own_object():
@@ -60,11 +91,44 @@ def test_the_next_turn_computes_its_tail_only():
     assert {6, 7} <= set(chosen.pages.tolist())
     session = manager.session
     assert (session.matches[0].start, session.matches[0].end) == (384, 512)
+    assert {match.start // P for match in session.matches} <= set(session.pages)
+
+
+def test_a_history_is_read_in_the_namespace_of_its_request():
+    manager = Manager()
+    manager.ask(LONG, extra_key="mine")
+    history, answer, behind = manager.sent
+    chosen = Selection.decode(answer.sampling_params["custom_params"][SELECTION])
+    assert history.extra_key == behind.extra_key == chosen.namespace == "mine"
 
 
 async def two_turns(manager, question):
     await manager.turn(LONG)
     return await manager.turn([*LONG.tolist(), 7, 8, *question])
+
+
+@pytest.mark.parametrize("first,read", [(P // 2, False), (P + 1, True)])
+def test_the_system_prompt_is_always_read(first, read):
+    """It ends at the first user message; later messages do not count."""
+    manager, said = Manager(), LONG.copy()
+    manager.router.marker = np.array([3901, 3902])
+    for at in (first, 1500):
+        said[at : at + 2] = manager.router.marker
+
+    async def run():
+        await manager.turn(said)
+        await manager.turn([*said.tolist(), 7, 8, 450, 451])
+
+    asyncio.run(run())
+    assert (1 in manager.session.pages) == read and {0, 6, 7} <= set(manager.session.pages)
+
+
+@pytest.mark.parametrize("tokens", [4000, 4094, 4095])
+def test_an_answer_ends_where_the_models_context_does(tokens):
+    manager = Manager()
+    manager.ask(range(tokens), sampling_params={"max_new_tokens": 4096})
+    (answer,) = [obj for obj in manager.sent if obj.extra_key]
+    assert answer.sampling_params["max_new_tokens"] == max(0, manager.context_len - tokens - 2)
 
 
 def test_an_evicted_history_is_computed_again_once():
@@ -128,6 +192,25 @@ def test_a_client_that_leaves_aborts_what_runs_for_it():
     assert manager.aborted == ["client"]
     session = manager.session
     assert not session.planning.locked() and not session.computing.locked()
+
+
+@pytest.mark.parametrize("ours", [True, False])
+def test_only_the_routers_own_request_is_aborted(ours):
+    """Another request may have the same id."""
+
+    async def answers(obj, request):
+        yield {"meta_info": {"finish_reason": None}}
+
+    async def run(manager):
+        inner = SimpleNamespace(rid="client")
+        manager.rid_to_state["client"] = SimpleNamespace(obj=inner if ours else obj)
+        outputs = manager.router.workers.sent(SimpleNamespace(send=answers, request=None), inner)
+        await anext(outputs)
+        await outputs.aclose()
+
+    manager, obj = Manager(), request_of(rid="client")
+    asyncio.run(run(manager))
+    assert manager.aborted == (["client"] if ours else [])
 
 
 def test_a_request_in_the_background_outlives_its_client():

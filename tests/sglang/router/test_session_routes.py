@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,6 +13,8 @@ from sglang_kvq.constants import PAGE_SIZE as P
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.sglang.router import requests
 from sglang_kvq.sglang.router import routes as session_routes
+from sglang_kvq.sglang.router.metrics import SessionMetrics
+from sglang_kvq.sglang.runtime import attach
 from tests.sglang.router.session_model import BUDGET, CONFIG, LONG, Manager, http, request_of
 
 
@@ -124,9 +128,32 @@ def test_routes_list_describe_and_forget(app):
     assert one["hot_bytes"] == 10 * one["hot_tokens"] + 100 * window
     assert one["total_bytes"] == one["hot_bytes"] + 10 * 31 * P
     assert {"start", "end", "score"} == set(one["matches"][0])
+    assert (one["requests"], one["requests_with_chosen_pages"], one["rebuilt"], one["branches"]) == (1, 1, 0, 1)
     assert app.delete("/v1/sessions/a/b").json() == {"id": "a/b", "object": "session.deleted", "deleted": True}
     assert app.get("/v1/sessions/a/b").status_code == app.delete("/v1/sessions/a/b").status_code == 404
     assert app.get("/v1/sessions").json()["data"] == []
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_servers_routes_count_the_bytes_of_all_workers(monkeypatch, workers):
+    from fastapi import FastAPI
+    from fastapi.testclient import TestClient
+    from sglang.srt.entrypoints import http_server
+
+    app, manager = FastAPI(), Manager()
+    monkeypatch.setattr(http_server, "app", app)
+    manager.server_args.tp_size = workers
+    infos = [{"kv_quant": {"token_bytes": 10.0, "bf16_token_bytes": 100.0}}]
+    before = len(app.routes)
+    for config in (None, replace(CONFIG, episodic=None)):
+        server_args = SimpleNamespace()
+        attach(config, server_args)
+        session_routes.before_http_server(server_args, manager, None, None, infos)
+    assert len(app.routes) == before
+    session_routes.before_http_server(manager.server_args, manager, None, None, infos)
+    manager.ask(LONG[:P])
+    (one,) = TestClient(app).get("/v1/sessions").json()["data"]
+    assert one["hot_bytes"] == workers * 110 * P  # the last tokens are in BF16, too
 
 
 def test_gauges_follow_sessions_that_are_deleted_or_idle():
@@ -150,6 +177,40 @@ def test_gauges_follow_sessions_that_are_deleted_or_idle():
     manager.ask(LONG[:P])
     assert counted.state[0] == 1 and TestClient(app).delete("/v1/sessions/a").json()["deleted"]
     assert counted.state == (0, 0)
+
+
+def test_idle_sessions_are_looked_for_once_at_a_time():
+    manager = Manager(idle_seconds=60)
+
+    async def run():
+        await manager.turn(LONG[:P])
+        before = manager.router._expiry
+        manager.router.show_state()
+        return before.cancelled(), manager.router._expiry.cancelled()
+
+    assert asyncio.run(run()) == (True, False)
+
+
+def test_metrics_of_a_server_that_enables_them():
+    from prometheus_client import REGISTRY
+
+    metrics = SessionMetrics()
+    try:
+        metrics.known(3, 1000)
+        metrics.answered("whole")
+        metrics.answered("chosen")
+        metrics.answered("chosen")
+        metrics.rebuilt()
+        metrics.folded()
+        metrics.computed(64)
+        value = REGISTRY.get_sample_value
+        assert (value("sglang_kvq_sessions"), value("sglang_kvq_session_state_bytes")) == (3, 1000)
+        read = [value("sglang_kvq_session_requests_total", {"read": name}) for name in ("whole", "chosen")]
+        assert read == [1, 2] and value("sglang_kvq_session_computed_tokens_total") == 64
+        assert value("sglang_kvq_session_rebuilds_total") == value("sglang_kvq_episode_blocks_total") == 1
+    finally:  # a name can be registered once
+        for one in vars(metrics).values():
+            REGISTRY.unregister(one)
 
 
 def test_routes_show_each_tenant_its_own():

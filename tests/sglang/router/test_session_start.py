@@ -103,6 +103,7 @@ def test_the_embedder_is_loaded_at_start(command_line, loaded):
         (("--tokenizer-worker-num", "2"), "--tokenizer-worker-num 2: sessions are kept in one process"),
         (("--dp-size", "2"), "--dp-size 2: a session's history would be in another worker's cache"),
         (("--disable-radix-cache",), "--disable-radix-cache: histories are kept in the prefix cache"),
+        (("--enable-session-radix-cache",), "--enable-session-radix-cache: it gives session ids another meaning"),
         (("--skip-tokenizer-init",), "--skip-tokenizer-init: questions and histories are compared as text"),
         (
             (*NGRAM, "--speculative-ngram-max-bfs-breadth", "1"),
