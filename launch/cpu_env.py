@@ -3,7 +3,8 @@
     python3 launch/cpu_env.py .venvs/sglang-VERSION VERSION
 
 A second run does nothing and takes a fraction of a second. An environment with another SGLang version shares the files
-of a finished environment next to it by hard links and installs only its own SGLang.
+of a finished environment next to it by hard links. It installs only its own SGLang, and what that needs in another
+version.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import os
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -27,6 +29,8 @@ CPU = ROOT / "launch" / "cpu"
 TORCH = "torch==2.13.0+cpu"
 TORCHVISION = "torchvision==0.28.0"
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
+#: Packages that are installed in the version that the SGLang release pins: they read configs, tokenizers and requests.
+PINNED = ("openai", "tokenizers", "transformers", "xgrammar")
 #: The modules of a server's two main processes.
 SERVER = "sglang.srt.entrypoints.http_server, sglang.srt.managers.scheduler"
 MARK = "Appended by sglang-kvq's launch/cpu_env.py"
@@ -114,6 +118,12 @@ def finished_sibling(env: Environment) -> Environment | None:
     return None
 
 
+def own_pins(env: Environment) -> list[str]:
+    """Returns the requirements of the installed SGLang for ``PINNED``."""
+    (metadata,) = env.site.glob("sglang-*.dist-info/METADATA")
+    return re.findall(rf"^Requires-Dist: ((?:{'|'.join(PINNED)})==\S+)$", metadata.read_text(), re.MULTILINE)
+
+
 def make(env: Environment, version: str, index: str | None) -> None:
     """Makes an environment whose Python can run ``python -m sglang.launch_server`` on a CPU."""
     shutil.rmtree(env.folder, ignore_errors=True)
@@ -138,6 +148,7 @@ def make(env: Environment, version: str, index: str | None) -> None:
         add_standins(env)
     with step(f"SGLang {version}"):
         env.pip("--no-deps", f"sglang=={version}")
+        env.pip("--no-deps", *own_pins(env))
     env.set_stamp("recipe", recipe())
     env.set_stamp("sglang", version)
 

@@ -31,6 +31,7 @@ KIMI_LINEAR = of(
     qk_nope_head_dim=64,
     qk_rope_head_dim=32,
     num_experts=4,
+    num_hidden_layers=4,
     linear_attn_config={"kda_layers": [1, 2, 3], "full_attn_layers": [4], "num_heads": 4, "head_dim": 64},
 )
 JET = llama(model_type="jet_nemotron", layer_types=["jet", "attn"])
