@@ -148,7 +148,7 @@ def make(env: Environment, version: str, index: str | None) -> None:
         add_standins(env)
     with step(f"SGLang {version}"):
         env.pip("--no-deps", f"sglang=={version}")
-        env.pip("--no-deps", *own_pins(env))
+        env.pip(TORCH, *own_pins(env))
     env.set_stamp("recipe", recipe())
     env.set_stamp("sglang", version)
 
