@@ -142,13 +142,12 @@ def make(env: Environment, version: str, index: str | None) -> None:
     else:
         with step(f"{TORCH}"):
             install_torch(env, index)
-        with step("packages that SGLang imports"):
             env.pip("--no-deps", TORCHVISION)
-            env.pip(TORCH, "-r", CPU / "requirements.txt")  # naming torch keeps it in place
         add_standins(env)
     with step(f"SGLang {version}"):
         env.pip("--no-deps", f"sglang=={version}")
-        env.pip(TORCH, *own_pins(env))
+    with step("packages that SGLang imports"):
+        env.pip(TORCH, "-r", CPU / "requirements.txt", *own_pins(env))  # naming torch keeps it in place
     env.set_stamp("recipe", recipe())
     env.set_stamp("sglang", version)
 

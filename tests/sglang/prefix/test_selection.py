@@ -50,19 +50,26 @@ def run(model: FoldModel, pages: int):
     return request
 
 
-def ask(history: np.ndarray, pages: int, name: str = "r", **options):
-    """Returns a waiting request for the first so many pages of a history."""
-    selection = Selection(history, None, range(pages))
-    req = sglang_request(name, [*selection.tokens.tolist(), *range(TAIL)], selection.name)
-    req.sampling_params.max_new_tokens = 8
-    req.sampling_params.custom_params = {SELECTION: selection.encode()}
-    req.problem, req.stand_ins = None, pages * P
+def new_request(name: str, ids: list[int], namespace: str | None, params: dict[str, str]):
+    """Returns a request with these custom parameters that SGLang has not admitted yet."""
+    req = sglang_request(name, ids, namespace)
+    req.sampling_params.max_new_tokens, req.sampling_params.custom_params = 8, params
+    req.problem = None
 
     def end(message: str) -> None:  # SGLang's own method asks for this process's rank
         req.problem, req.origin_input_ids = message, req.origin_input_ids[:1]
         req.return_logprob, req.logprob_start_len = False, -1
 
     req.set_finish_with_abort = end
+    return req
+
+
+def ask(history: np.ndarray, pages: int, name: str = "r", **options):
+    """Returns a waiting request for the first so many pages of a history."""
+    selection = Selection(history, None, range(pages))
+    ids = [*selection.tokens.tolist(), *range(TAIL)]
+    req = new_request(name, ids, selection.name, {SELECTION: selection.encode()})
+    req.stand_ins = pages * P
     for field, value in options.items():
         setattr(req, field, value)
     return req
@@ -304,15 +311,7 @@ def go_on(model: FoldModel, tail: int = TAIL):
     folded = run(model, 6)
     names = model.fold(folded, list(range(3 * P)), publish=False)
     namespace, ids = model.prefixes[names[0]]
-    req = sglang_request("next", [*ids, *range(tail)], namespace)
-    req.sampling_params.max_new_tokens, req.problem = 8, None
-    req.sampling_params.custom_params = {PREFIX: FoldedPrefix(3 * P, 5 * P).encode()}
-
-    def end(message: str) -> None:
-        req.problem, req.origin_input_ids = message, req.origin_input_ids[:1]
-
-    req.set_finish_with_abort = end
-    return req
+    return new_request("next", [*ids, *range(tail)], namespace, {PREFIX: FoldedPrefix(3 * P, 5 * P).encode()})
 
 
 def test_an_episode_that_is_cached_whole_is_a_prefix(model):
@@ -349,8 +348,8 @@ def test_a_request_that_folds_computes_its_cached_prompt_whose_queries_score(mod
     model, history = model(40), said(8)
     remember(model, history)
     episodes.serve()
-    req, fold = sglang_request("r", history.tolist(), None), Fold("kvq-x", 4 * P, 2 * P, pinned=P)
-    req.sampling_params.max_new_tokens, req.sampling_params.custom_params = 8, {FOLD: fold.encode()}
+    fold = Fold("kvq-x", 4 * P, 2 * P, pinned=P)
+    req = new_request("r", history.tolist(), None, {FOLD: fold.encode()})
     for _ in range(2):  # a retracted request is prepared again
         assert schedule(model, req)[0] == [req] and found(req) == 4 * P
         end(model, req)
@@ -366,8 +365,7 @@ def test_a_request_that_folds_computes_its_cached_prompt_whose_queries_score(mod
 def test_a_request_that_is_gone_is_not_scored_any_more(model):
     model = model(40)
     episodes.serve()
-    req = sglang_request("r", said(8).tolist(), None)
-    req.sampling_params.custom_params = {FOLD: Fold("kvq-x", 4 * P, 2 * P).encode()}
+    req = new_request("r", said(8).tolist(), None, {FOLD: Fold("kvq-x", 4 * P, 2 * P).encode()})
     episodes.prepare(model.unified, req)
     assert runtime.started().scores.keys() == {"r"}
     del req
