@@ -135,7 +135,7 @@ def at_rate(workload: Workload, rate: float) -> Workload:
     """Returns a workload of one load as an open loop: requests arrive at a rate, for as long as it is measured."""
     (load,) = workload.loads
     requests = max(load.group, math.ceil(rate * workload.seconds / load.group) * load.group)
-    title = f"{workload.title.rpartition(',')[0]}, {rate:g} a second"
+    title = f"{workload.title.rpartition(', ')[0]}, {rate:g} a second"
     loads = (replace(load, rate=rate, requests=requests),)
     return replace(workload, name=f"{workload.name}@{rate:g}", title=title, loads=loads)
 

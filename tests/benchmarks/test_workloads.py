@@ -65,6 +65,8 @@ def test_a_rate_is_an_open_loop_for_the_time_of_the_workload() -> None:
     assert words[words.index("--request-rate") + 1] == "2.5" and "--max-concurrency" not in words
     (workload,) = chosen("chats@0.3", WORKLOADS, seconds=10)
     assert workload.loads[0].requests == 4, "whole groups"
+    (workload,) = chosen("200@50", WORKLOADS, seconds=10)
+    assert workload.title == "200 + 200 tokens, 50 a second"
 
 
 @pytest.mark.parametrize(

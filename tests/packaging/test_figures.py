@@ -323,6 +323,26 @@ def test_the_table_of_the_model_with_heads_of_128() -> None:
             assert len(words) == len(fields) or method == "none"
 
 
+def test_the_table_of_chunks_of_128() -> None:
+    page = (ROOT / "docs" / "accuracy.md").read_text()
+    section = page.split("## What it copies in chunks of 128 tokens\n")[1].split("\n## ")[0]
+    rows = [row for row in results("precise_qwen2.5-coder-1.5b-instruct_chunks") if row["chunk"] == 128]
+    found = tables(section)
+    assert len(found) == 7
+    for name, *cells in found:
+        method = name.split("`")[1] if "`" in name else "none"
+        method += {"transform": f":{name.split()[-1]}"}.get(method, "")
+        for cell, task in zip(cells, ("exact_keys", "multi_key", "multi_value", "tracking", "tool_call"), strict=True):
+            parts = [row for row in rows if row["task"] == task and row["method"] == method]
+            assert sorted(row["context"] for row in parts) == [4096, 8192, 16384]
+            mean = sum(row["score"] for row in parts) / 3
+            # Of 16 cases in each context; the variance of all 48 is that within contexts and that between them.
+            spread = sum(16 * 15 * row["score_se"] ** 2 + 16 * (row["score"] - mean) ** 2 for row in parts)
+            error = (spread / 47 / 48) ** 0.5
+            words = cell.split(" ± ")
+            assert agrees(words[0], 100 * mean) and agrees(words[1], 100 * error), (name, task)
+
+
 def test_sessions() -> None:
     (row,) = (row for row in results("episodic_h200") if row["scenario"] == "decode_step")
     row = {re.sub("^late", "retrieve", key): value for key, value in row.items()}  # its former name was ``late``
