@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import statistics
 from typing import Any
 
 import pytest
@@ -341,6 +342,28 @@ def test_the_table_of_chunks_of_128() -> None:
             error = (spread / 47 / 48) ** 0.5
             words = cell.split(" ± ")
             assert agrees(words[0], 100 * mean) and agrees(words[1], 100 * error), (name, task)
+
+
+def test_the_table_of_triton_releases() -> None:
+    page = (ROOT / "docs" / "notes" / "kernels.md").read_text()
+    times = [
+        {
+            (row["kernel"], row["batch"], row["context"]): row["ours_us"]
+            for row in results(f"kernels_triton{release}_h200")
+        }
+        for release in (36, 38)
+    ]
+    ratios = {key: times[1][key] / us for key, us in times[0].items()}
+    assert times[0].keys() == times[1].keys() and len(ratios) == 70 and "70 rows each" in page
+    *named, (words, found) = [cells for cells in tables(page, "## Triton's releases\n") if len(cells) == 2]
+    for name, ratio in named:
+        kernel = re.sub(r"decode, (.*)", r"decode (\1)", name.replace("`", ""))
+        some = [key for key in ratios if key[0] == kernel]
+        assert len(some) == 2 and all(agrees(ratio, ratios.pop(key)) for key in some), name
+    low, high, middle = re.findall(r"\d\.\d+", found)
+    assert words == f"the other {len(ratios)} rows"
+    assert agrees(low, min(ratios.values())) and agrees(high, max(ratios.values()))
+    assert agrees(middle, statistics.median(ratios.values()))
 
 
 def test_sessions() -> None:
