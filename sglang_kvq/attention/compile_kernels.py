@@ -39,9 +39,35 @@ def compile_kernels(
         scores: whether prompts score the keys before them.
     """
     kinds = [None if x is None else torch.zeros(ops.q_heads, dtype=x, device=ops.pool.device) for x in sinks]
-    compile_together(partial(_launch_all, ops, drafts, kinds, scores))
+    launch_all = partial(_launch_all, ops, drafts, kinds, scores)
+    compile_together(launch_all)
+    if fit_programs(ops, drafts):
+        compile_together(launch_all)  # other numbers of items may need other kernels that merge
     for kind in kinds:
         _run_prefills(ops, kind)
+
+
+def fit_programs(ops: TritonOps, drafts: int = 0) -> bool:
+    """Plans no more programs than an SM holds at once, for every layer's decode kernel; tells if that changes a plan.
+
+    Only the compiled kernel tells how much shared memory a program takes: in some kinds of records the compiler moves
+    operands through shared memory, and its releases differ in this.
+
+    Args:
+        drafts: as for ``compile_kernels``.
+    """
+    changed = False
+    for count in (0, drafts) if drafts else (0,):
+        used = [0] * ops.pool.layers
+        for store in ops.pool.stores:
+            layers = [store.layers[0]] * 2
+            step = partial(_verify, ops, layers, 1, count) if count else partial(_decode, ops, layers, 1)
+            kernels = compile_together(partial(step, sinks=None))
+            most = max((kernel.metadata.shared for kernel in kernels if kernel.name == "_decode"), default=0)
+            for layer in store.layers:
+                used[layer] = most
+        changed |= ops.fit_programs(used, count)
+    return changed
 
 
 def _launch_all(ops: TritonOps, drafts: int, kinds: Sequence[torch.Tensor | None], scores: bool) -> None:

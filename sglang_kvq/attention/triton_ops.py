@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -28,7 +28,7 @@ from sglang_kvq.config import MAX_GQA_GROUP
 from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.formats.page import PageFormat
-from sglang_kvq.kernels.decode.decode_attention import DecodeLaunch, decode, decode_launch
+from sglang_kvq.kernels.decode.decode_attention import SM_BYTES, DecodeLaunch, decode, decode_launch
 from sglang_kvq.kernels.decode.merge import items_at_a_time, merge_splits
 from sglang_kvq.kernels.device.arguments import Stored
 from sglang_kvq.kernels.device.codes import PlaneRecord, Record, record_of
@@ -171,7 +171,33 @@ class TritonOps(AttentionOps):
         if old is not None:
             self._outgrown.append(old)
             batch = max(batch, 2 * old.batch)  # so that all outgrown ones together take no more than the last one
-        self._verifications[count] = Verification(self.pool, self._records, self.q_heads, self._sms, count, batch)
+        launches = None if old is None else old.launches
+        self._verifications[count] = self._verification(count, batch, launches)
+
+    def _verification(self, count: int, batch: int, launches: list[DecodeLaunch] | None) -> Verification:
+        return Verification(self.pool, self._records, self.q_heads, self._sms, count, batch, launches)
+
+    def fit_programs(self, used: Sequence[int], drafts: int = 0) -> bool:
+        """Plans no more programs than an SM holds at once, and tells if that changes a plan.
+
+        Call it before steps are captured in CUDA graphs, which keep the addresses of plans.
+
+        Args:
+            used: bytes of shared memory of a program of each layer's decode kernel, as it was compiled.
+            drafts: as for ``step_kind``.
+        """
+        planned = self._verifications[drafts].launches if drafts else self._launches
+        sm_bytes = shared_memory(self.pool.device)
+        fitting = [launch.fitting(n, sm_bytes) for launch, n in zip(planned, used)]
+        if fitting == planned:
+            return False
+        if drafts:
+            self._verifications[drafts] = self._verification(drafts, self._verifications[drafts].batch, fitting)
+        else:
+            batch, self.max_batch = self.max_batch, 0
+            self._launches = fitting
+            self.reserve(batch)
+        return True
 
     def step_kind(self, requests: int, drafts: int) -> tuple[int, ...]:
         """Returns numbers that two batches share if the same compiled kernels serve a step of both.
@@ -496,6 +522,12 @@ class TritonOps(AttentionOps):
 def multiprocessors(device: torch.device) -> int:
     """Returns the device's streaming multiprocessors; 2 in the interpreter."""
     return 2 if INTERPRETED else int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def shared_memory(device: torch.device) -> int:
+    """Returns the bytes of shared memory of each of the device's multiprocessors; a Hopper GPU's on a CPU."""
+    on_gpu = device.type == "cuda"
+    return int(torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor if on_gpu else SM_BYTES)
 
 
 def _check_formats(pool: PagePool) -> None:

@@ -12,7 +12,7 @@ import torch
 from sglang_kvq.attention.drafts import DraftBatch
 from sglang_kvq.attention.planning.step_plan import StepPlans
 from sglang_kvq.cache.pool import PagePool
-from sglang_kvq.kernels.decode.decode_attention import Drafts, decode, decode_launch
+from sglang_kvq.kernels.decode.decode_attention import DecodeLaunch, Drafts, decode, decode_launch
 from sglang_kvq.kernels.decode.merge import merge_splits
 from sglang_kvq.kernels.device.arguments import Stored
 from sglang_kvq.kernels.device.codes import PlaneRecord, Record
@@ -37,6 +37,7 @@ class Verification:
         sms: number of the device's streaming multiprocessors.
         count: number of drafts per request.
         batch: the most requests in a batch.
+        launches: launch parameters of each layer's decode kernel; None chooses by geometry.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class Verification:
         sms: int,
         count: int,
         batch: int,
+        launches: list[DecodeLaunch] | None = None,
     ) -> None:
         self.pool, self.records, self.count, self.batch = pool, records, count, batch
         self.group = q_heads // pool.kv_heads
@@ -54,7 +56,7 @@ class Verification:
         self.chunks = -(-count // self.of_chunk)
         heads, d = self.chunks * self.of_chunk * q_heads, pool.head_dim
         columns = self.of_chunk * self.group
-        self.launches = [decode_launch(d, columns, record, pool.kv_heads) for record in records]
+        self.launches = launches or [decode_launch(d, columns, record, pool.kv_heads) for record in records]
         programs = pool.kv_heads * (d // value_dims(d)) * self.chunks
         made = StepPlans(self.launches, programs, sms, batch, heads, d, pool.device)
         self.plans, self.layer_plans, self.partial, self.lse = made.plans, made.layers, made.partial, made.lse

@@ -11,10 +11,11 @@ has cached its kernels, disassembling takes as long as everything else: ``--sass
 is printed, and ``--sass=none`` skips it.
 
 Fails if an SM cannot hold as many programs as a launch assumes (``programs_per_sm``), given the registers and the
-shared memory that the compiler assigns. Fails, too, if a program needs more shared memory than one can have.
+shared memory that the compiler assigns. Decode launches are planned as a starting server plans them: after their
+kernels are compiled. Fails, too, if a program needs more shared memory than one can have.
 
 ``--arch=80`` compiles for another compute capability, here 8.0, with the options that such a GPU gets. The number of
-programs on an SM is then not checked: launches are chosen for Hopper's.
+programs on an SM is then checked only for decoding: other launches are chosen for Hopper's.
 
 Another Triton release needs no environment: put its folder ahead of the installed release.
 
@@ -27,7 +28,8 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -37,7 +39,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.compiler import ASTSource, CompiledKernel
 
 from sglang_kvq.attention import triton_ops, verification
 from sglang_kvq.attention.base import LayerRotations
@@ -75,12 +77,16 @@ PRODUCTION = ("6442-6442", "6532-5443", "6321-4332", "5320-4321", "5210-3210", "
 #: Geometries (head_dim, query heads per KV head, KV heads) that together use every launch of ``decode_launch``.
 DECODED = [(64, 3, 1), (64, 12, 1), (96, 4, 1), (96, 6, 1), (96, 12, 1), (128, 4, 1), (128, 6, 1), (128, 12, 2),
            (128, 12, 1), (256, 4, 1), (256, 8, 1), (256, 12, 1)]  # fmt: skip
+#: Codes with which an SM may hold fewer programs for heads of 256 than ``decode_launch`` wants.
+LARGE = ("centred-4", "channel-4", "lloyd-max", "uniform-3-3", "uniform-4-2")
 #: Decode launches compiled without ``--all``: two-bit codes for each head_dim that models have, and one of planes.
 #: ``compile_all`` compiles the launch of 4 heads of 128.
-SOME_DECODED = [((64, 12, 1), None), ((96, 4, 1), None), ((128, 12, 1), None), ((128, 4, 1), "5320-4321")]
-#: Limits of one SM: bytes of shared memory, bytes of it that each program reserves, and registers.
-SM_BYTES, PROGRAM_BYTES, SM_REGISTERS = 228 * 1024, 1024, 65536
-#: Bytes of shared memory that one program can have, by compute capability (CUDA C++ Programming Guide).
+SOME_DECODED = [((64, 12, 1), None), ((96, 4, 1), None), ((128, 12, 1), None), ((128, 4, 1), "5320-4321"),
+                ((256, 4, 1), "centred-4")]  # fmt: skip
+#: Limits of one SM: bytes of shared memory that each program reserves, and registers.
+PROGRAM_BYTES, SM_REGISTERS = 1024, 65536
+#: Bytes of shared memory that one program can have, by compute capability (CUDA C++ Programming Guide). An SM has as
+#: many, and ``PROGRAM_BYTES``.
 MOST_SHARED = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
 #: Launches that decode with products in FP16. ``decode_launch`` returns the first, apart from its costs. Without
 #: ``--all`` only that one is compiled.
@@ -95,11 +101,11 @@ TYPES = {
 }
 
 
-#: State of the run: the target; the scene being compiled; the scene to disassemble (None for all); hashes of the
-#: kernels shown; the programs per SM that the current launch assumes (None if it assumes nothing); and whether to check
-#: that number.
+#: State of the run: the target; the scene being compiled; the scene to disassemble (None for all); registers of the
+#: kernels shown, by their hashes; the programs per SM that the current launch assumes (None if it assumes nothing);
+#: whether to check that number; and the shared memory of the last decode kernel.
 STATE = SimpleNamespace(
-    target=GPUTarget("cuda", 90, 32), scene="", disassembled=None, shown=set(), planned=None, checked=True
+    target=GPUTarget("cuda", 90, 32), scene="", disassembled=None, shown={}, planned=None, checked=True, decode=0
 )
 
 
@@ -166,10 +172,15 @@ def check_vectors(name: str, ptx: str) -> None:
         assert {("ld", ".v4"), ("st", ".v4")} == set(moved), f"{name}: moves {moved}"
 
 
+def sm_bytes() -> int:
+    """Returns the bytes of shared memory of the target's SMs."""
+    return MOST_SHARED[STATE.target.arch] + PROGRAM_BYTES
+
+
 def check_occupancy(name: str, registers: int, shared: int, warps: int, planned: int) -> None:
     """Checks that an SM holds as many programs as the plan assumes; else some wait for a second wave."""
     by_registers = SM_REGISTERS // (-(-registers // 8) * 8 * 32 * warps)
-    by_memory = SM_BYTES // (shared + PROGRAM_BYTES)
+    by_memory = sm_bytes() // (shared + PROGRAM_BYTES)
     assert min(by_registers, by_memory) >= planned, (
         f"{STATE.scene}: {planned} programs of {name} are planned on an SM, which holds {by_memory} with {shared} "
         f"bytes of shared memory and {by_registers} with {registers} registers"
@@ -185,14 +196,27 @@ def counted_on(function):
 
     def run(*args, launch, **kwargs):
         record, head_dim = next(x for x in args if isinstance(x, (Record, PlaneRecord))), args[0].shape[-1]
-        counts = STATE.checked and (function is not triton_extend or is_cheap(record, head_dim))
-        STATE.planned = launch.programs_per_sm if counts and STATE.target.arch == 90 else None
+        of_extend = STATE.target.arch == 90 and is_cheap(record, head_dim)
+        counts = STATE.checked and (function is not triton_extend or of_extend)
+        STATE.planned = launch.programs_per_sm if counts else None
         try:
             return function(*args, launch=launch, **kwargs)
         finally:
             STATE.planned = None
 
     return run
+
+
+def decode(ops: TritonOps, launch: Callable[[], object], drafts: int = 0) -> None:
+    """Compiles a launch of decoding, plans it as a starting server does, and checks the plan.
+
+    A server does this in ``compile_kernels.fit_programs``.
+    """
+    STATE.checked = False
+    launch()
+    STATE.checked = True
+    ops.fit_programs([STATE.decode] * ops.pool.layers, drafts)
+    launch()
 
 
 def compile_launch(self, *args, grid, warmup=False, **kwargs) -> None:
@@ -225,27 +249,34 @@ def compile_launch(self, *args, grid, warmup=False, **kwargs) -> None:
     check_copies(self.__name__, kernel.asm["ttgir"])
     check_vectors(self.__name__, kernel.asm["ptx"])
     assert kernel.metadata.shared <= MOST_SHARED[STATE.target.arch], f"{STATE.scene}: {self.__name__}"
-    if kernel.hash in STATE.shown:
-        return
-    STATE.shown.add(kernel.hash)
+    if self.__name__ == "_decode":
+        STATE.decode = kernel.metadata.shared
+    if kernel.hash not in STATE.shown:
+        STATE.shown[kernel.hash] = show(self.__name__, kernel, options)
+    if STATE.planned is not None:
+        registers, shared = STATE.shown[kernel.hash], kernel.metadata.shared
+        check_occupancy(self.__name__, registers, shared, options["num_warps"], STATE.planned)
+
+
+def show(name: str, kernel: CompiledKernel, options: dict[str, object]) -> int:
+    """Prints a compiled kernel's line; returns its registers."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         Path(file.name).write_bytes(kernel.asm["cubin"])
         sass = ["-sass"] if STATE.disassembled in (None, STATE.scene) else []
         command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", *sass, file.name]
         code = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     registers, stack = re.findall(r"REG:(\d+) STACK:(\d+)", code)[-1]
-    if STATE.planned is not None:
-        check_occupancy(self.__name__, int(registers), kernel.metadata.shared, options["num_warps"], STATE.planned)
     operations = re.findall(r"/\*[0-9a-f]{4,5}\*/ +(?:@!?U?P\w+ +)?([A-Z0-9_.]+)", code)
     narrow = sum(bool(re.match(r"LDG\.E\.[US](8|16)", x)) for x in operations)
     products, waits = (sum(x.startswith(name) for x in operations) for name in ("HGMMA", "WARPGROUP.DEPBAR"))
     launch = " ".join(f"{k}={v}" for k, v in options.items())
     found = f"instructions {len(operations):>5}  narrow loads {narrow:>3}  products {products:>3}  waits {waits:>3}  "
     print(
-        f"  {self.__name__:18} registers {registers:>3}  stack {stack:>4}  shared {kernel.metadata.shared:>6}  "
+        f"  {name:18} registers {registers:>3}  stack {stack:>4}  shared {kernel.metadata.shared:>6}  "
         f"{found if sass else ''}{launch}",
         flush=True,
     )
+    return int(registers)
 
 
 def compile_all(heads: scenes.Heads) -> None:
@@ -264,7 +295,7 @@ def compile_all(heads: scenes.Heads) -> None:
     ops.rotate_and_keep(0, loc, q, k, v)
     ops.keep_tokens(0, loc, k, v)
     append_tokens((k.contiguous(), v.contiguous()), loc.int(), (k, v))
-    ops.decode(0, q[:2], scene.rows, scene.seq_lens, scene.scale)
+    decode(ops, partial(ops.decode, 0, q[:2], scene.rows, scene.seq_lens, scene.scale))
     extend_both_ways(ops, q, k, v, scene)
     fold(scene.pool)
     verify(ops, q, scene)
@@ -293,7 +324,7 @@ def verify(ops, q, scene, count: int = 3) -> None:
     begin(f"{count} drafts, {scene.heads}")
     drafts = DraftBatch(scene.rows, scene.seq_lens, chain(count).expand(2, -1).contiguous())
     ops.plan_drafts(drafts)
-    ops.verify(0, q[: 2 * count], drafts, scene.scale)
+    decode(ops, partial(ops.verify, 0, q[: 2 * count], drafts, scene.scale), count)
 
 
 def extend_both_ways(ops, q, k, v, scene, sinks=None) -> None:
@@ -315,7 +346,7 @@ def compile_sinks() -> None:
     ops, _ = scene.ops()
     q, k, v = (scenes.randn(130, n, heads.head_dim) for n in (heads.q, heads.kv, heads.kv))
     sinks = torch.zeros(heads.q, dtype=torch.bfloat16)
-    ops.decode(0, q[:2], scene.rows, scene.seq_lens, scene.scale, sinks)
+    decode(ops, partial(ops.decode, 0, q[:2], scene.rows, scene.seq_lens, scene.scale, sinks))
     extend_both_ways(ops, q, k, v, scene, sinks)
     scale_by_sinks(q, torch.zeros(q.shape[:2]), sinks)
 
@@ -330,7 +361,7 @@ def compile_records(kind: str, head_dim: int = 128) -> None:
     pages = scenes.int64(1)
     ops.quantize_tokens(0, scenes.int64(2), pages, k, v)
     ops.quantize_slots(pages, pages, pages)
-    ops.decode(0, q[:2], scene.rows, scene.seq_lens, scene.scale)
+    decode(ops, partial(ops.decode, 0, q[:2], scene.rows, scene.seq_lens, scene.scale))
     extend_both_ways(ops, q, k, v, scene)
     fold(scene.pool)
     restore(ops)
@@ -347,13 +378,12 @@ def format_of(kind: str, head_dim: int) -> PageFormat | PlaneFormat:
 def compile_half(heads: scenes.Heads, kind: str | None = None, launches: list[DecodeLaunch] = HALF_LAUNCHES) -> None:
     """Compiles decoding with products in FP16; for planes, with the launch that serves them."""
     begin(f"FP16, {kind or ''} {heads}")
-    STATE.checked = kind is not None  # without a kind, the launches are not ones that ``decode_launch`` returns
     formats = [format_of(kind, heads.head_dim)] if kind else None
     scene = scenes.make_scene(heads, [200, 90], formats=formats)
     for launch in [None] if kind else launches:
         ops = TritonOps(scene.pool, LayerRotations(), heads.q, 2, launch=launch)
-        ops.decode(0, scenes.randn(2, heads.q, heads.head_dim), scene.rows, scene.seq_lens, scene.scale)
-    STATE.checked = True
+        q = scenes.randn(2, heads.q, heads.head_dim)
+        decode(ops, partial(ops.decode, 0, q, scene.rows, scene.seq_lens, scene.scale))
 
 
 def compile_tiers(kind: str | None = None) -> None:
@@ -404,12 +434,14 @@ def planes(all_of_them: bool) -> None:
 
 def launches(all_of_them: bool) -> None:
     """Compiles decoding with the launches that serve it, for every geometry and widths from wide to narrow."""
-    for (head_dim, group, kv_heads), kind in product(DECODED, (None, *PRODUCTION)) if all_of_them else SOME_DECODED:
+    every = (*product(DECODED, (None, *PRODUCTION)), *product([(256, 4, 1), (256, 16, 1)], LARGE))
+    for (head_dim, group, kv_heads), kind in every if all_of_them else SOME_DECODED:
         heads = scenes.Heads(head_dim, min(head_dim, 128), kv_heads, group)
         begin(f"as launched, {kind or 'two bits'}, {heads}")
         scene = scenes.make_scene(heads, [200, 90], formats=[format_of(kind, head_dim)] if kind else None)
         ops = TritonOps(scene.pool, LayerRotations(), heads.q, 2)
-        ops.decode(0, scenes.randn(2, heads.q, head_dim), scene.rows, scene.seq_lens, scene.scale)
+        q = scenes.randn(2, heads.q, head_dim)
+        decode(ops, partial(ops.decode, 0, q, scene.rows, scene.seq_lens, scene.scale))
 
 
 #: Parts that take about equally long.
@@ -428,6 +460,7 @@ def main() -> None:
     args = parser.parse_args()
     STATE.target, STATE.disassembled = GPUTarget("cuda", args.arch, 32), args.sass
     triton_ops.can_overlap = quantize_pages.has_pairs = lambda device: args.arch >= 90
+    triton_ops.shared_memory = lambda device: sm_bytes()
     triton_ops.decode, verification.decode = counted_on(triton_ops.decode), counted_on(verification.decode)
     triton_ops.extend = counted_on(triton_ops.extend)
     print(f"triton {triton.__version__}")

@@ -38,6 +38,8 @@ DECODED = [1300, 1025, 700, 512, 198, 128, 99, 96, 66, 24, 17, 3, 2, 1]
 SLOTS = 12
 #: Drafts of each request in a step that verifies some.
 DRAFTS = 5
+#: Bytes of shared memory of a kernel of which an SM holds so many programs.
+ALL, FIVE, ONE = 0, 44 << 10, 180 << 10
 #: Queries, keys and values, from which all batches take their own.
 QKV = torch.zeros(20000, Q_HEADS + 2 * KV_HEADS, D, dtype=torch.bfloat16)
 FORMATS = {
@@ -51,7 +53,7 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
     return (out, torch.zeros(q.shape[1], len(q))) if how.get("return_softmax_lse") else out
 
 
-def make_ops(formats: list, *, library: bool, folded: bool) -> TritonOps:
+def make_ops(formats: list, *, library: bool, folded: bool, most: int = max(DECODED)) -> TritonOps:
     table = torch.zeros(ROWS, PAGES * P, dtype=torch.int32)
     page_bytes = padded(KV_HEADS * sum(f.record_bytes for f in formats))
     arena = Arena.smallest(page_bytes, 4 * KV_HEADS * P * D * len(formats), slots=SLOTS, pages=40)
@@ -63,7 +65,7 @@ def make_ops(formats: list, *, library: bool, folded: bool) -> TritonOps:
         prefill = RaggedPrefill(fa3, Q_HEADS, KV_HEADS, D, torch.device("cpu"), 64 * P)
     matrices = torch.eye(D).expand(len(formats), KV_HEADS, D, D).contiguous()
     rotations = LayerRotations(k=matrices, v=None if folded else matrices)
-    return TritonOps(pool, rotations, Q_HEADS, max(DECODED), prefill=prefill)
+    return TritonOps(pool, rotations, Q_HEADS, most, prefill=prefill)
 
 
 def run_layers(ops: TritonOps, batch: ExtendBatch, sinks: torch.Tensor | None) -> None:
@@ -161,6 +163,15 @@ def zeros(*shape: int) -> torch.Tensor:
     return torch.zeros(shape, dtype=torch.int64)
 
 
+def check_programs(ops: TritonOps, drafts: int, expected: set[int]) -> None:
+    """Checks the programs per SM of all plans, also once these are made for more requests."""
+    for _ in range(2):
+        plans = (*ops.plans, *ops._verifications[drafts].plans)
+        assert {plan.launch.programs_per_sm for plan in plans} <= expected
+        ops.reserve(ops.max_batch + 1)
+        ops.reserve_drafts(ops.max_batch, drafts)
+
+
 def main() -> None:
     no_gpu.install()
     triton_ops.INTERPRETED = True  # only lets the operations start without a GPU
@@ -172,6 +183,7 @@ def main() -> None:
                 ops = make_ops(formats, library=library, folded=folded)
                 kind = torch.bfloat16 if library is folded else None
                 drafts = DRAFTS if folded else 1  # NGRAM may have 1, the last sampled token
+                no_gpu.STATE.shared = ALL if library else FIVE
                 compile_kernels(ops, drafts, [kind], scores=True)
                 tiers = TritonTierManager(ops.pool, 1, 4, ops.quantize_slots, ops.restore_pages, 4, 2)
                 tiers._compile()
@@ -193,7 +205,14 @@ def main() -> None:
                 for tokens in CAPTURED:
                     capture(ops, tokens, sinks)
                 print(f"{name}, later: {' '.join(compiled)}")
+                check_programs(ops, drafts, {8, 12} if library else {5})
                 forget()
+    no_gpu.STATE.shared = ONE
+    ops = make_ops(FORMATS["oscar"], library=False, folded=True, most=1)
+    compile_kernels(ops)
+    compiled.clear()
+    decode(ops, 1, None)
+    print(f"one request, later: {' '.join(compiled)}")
 
 
 main()

@@ -27,16 +27,17 @@ compiled: list[str] = []
 loaded: list[str] = []
 #: Compiled kernels.
 _kernels: set[JITFunction] = set()
-#: The GPU in use.
-STATE = SimpleNamespace(device=0)
+#: The GPU in use, and the bytes of shared memory that every kernel takes.
+STATE = SimpleNamespace(device=0, shared=0)
 
 
 class Nothing(CompiledKernel):
     """A compiled kernel that only records its launches."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str) -> None:
         self.module, self.function, self.packed_metadata = object(), object(), ()
-        self.src, self.name, self._run = None, "kernel", self._note
+        self.src, self.name, self._run = None, name, self._note
+        self.metadata = SimpleNamespace(shared=STATE.shared)
 
     def __del__(self) -> None:
         """Does nothing, because there is nothing to unload."""
@@ -50,7 +51,7 @@ def _compile_nothing(self: JITFunction, key: str, signature: Any, device: int, *
     """Replaces ``JITFunction._do_compile``."""
     compiled.append(self.fn.__name__)
     _kernels.add(self)
-    return self.device_caches[device][0].setdefault(key, Nothing())
+    return self.device_caches[device][0].setdefault(key, Nothing(self.fn.__name__))
 
 
 def forget() -> None:

@@ -14,4 +14,4 @@ def test_captures_batches_and_what_happens_between_them_compile_no_kernel():
     decoding = next(kernels for name, _, kernels in lines if name == "oscar, at startup").split().count("_decode")
     assert decoding == 2, "one kernel for a step of one token, one for drafts"
     later = [kernels for name, _, kernels in lines if name.endswith("later")]
-    assert len(later) == 8 and not any(later), output
+    assert len(later) == 9 and not any(later), output

@@ -183,6 +183,20 @@ def test_launches_whose_programs_cost_alike_share_a_plan():
     ]
 
 
+def test_a_plan_of_the_programs_that_an_sm_holds():
+    """Only layers whose compiled kernel takes too much shared memory get another plan, with which they decode."""
+    scene = make_scene(HEADS[1], [700, 90])
+    ops, _ = scene.ops()
+    plans = ops.plans
+    assert not ops.fit_programs([18 << 10] * 2) and ops.plans is plans
+    assert ops.fit_programs([18 << 10, 100 << 10])
+    assert [plan.launch.programs_per_sm for plan in ops.layer_plans] == [12, 2]
+    ops.reserve(ops.max_batch + 1)
+    assert [plan.launch.programs_per_sm for plan in ops.layer_plans] == [12, 2]
+    for layer in range(2):
+        check_decode(ops, scene, layer=layer)
+
+
 def test_items_fill_whole_waves():
     launch = DecodeLaunch(stages=2, registers=160, programs_per_sm=12)
     wave = 132 * 12 // 8

@@ -1,10 +1,13 @@
 """Divides a decode batch: every page exactly once, and no item much longer than the others."""
 
+from dataclasses import replace
+from itertools import product
+
 import pytest
 import torch
 
-from sglang_kvq.constants import PAGE_SIZE
-from sglang_kvq.kernels.decode.decode_attention import DecodeLaunch
+from sglang_kvq.constants import HEAD_DIMS, PAGE_SIZE
+from sglang_kvq.kernels.decode.decode_attention import SM_BYTES, DecodeLaunch, decode_launch
 from sglang_kvq.kernels.decode.split_work import (
     BF16_PAGE_TILE,
     FIELDS,
@@ -14,7 +17,9 @@ from sglang_kvq.kernels.decode.split_work import (
     WorkCosts,
     split_work,
 )
+from sglang_kvq.kernels.device.codes import record_of
 from tests.kernels.scene import DEVICE
+from tests.kernels.test_formats import KINDS, make_format
 
 TILE = BF16_PAGE_TILE.value
 
@@ -111,3 +116,18 @@ def test_every_page_is_in_one_item(lengths, sinks, ends, count, costs):
 )
 def test_items_fill_the_fewest_busy_waves(batch, programs, sms, items):
     assert DecodeLaunch(stages=2, registers=168, programs_per_sm=8).items(batch, programs, sms) == items
+
+
+def test_only_programs_that_do_not_fit_an_sm_leave_a_plan():
+    """Every launch keeps its programs if an SM holds them all; with one byte more for each, only their number falls."""
+    for head_dim, group, kind in product(HEAD_DIMS, range(1, 17), KINDS):
+        launch = decode_launch(head_dim, group, record_of(make_format(kind, head_dim)), kv_heads=1)
+        room = SM_BYTES // launch.programs_per_sm - 1024
+        assert launch.fitting(room, SM_BYTES) == launch
+        assert launch.fitting(room + 1, SM_BYTES) == replace(launch, programs_per_sm=launch.programs_per_sm - 1)
+
+
+def test_an_sm_with_less_shared_memory_holds_fewer_programs():
+    launch = DecodeLaunch(stages=2, registers=168, programs_per_sm=12)
+    assert launch.fitting(17 << 10, SM_BYTES) == launch
+    assert launch.fitting(17 << 10, 100 << 10).programs_per_sm == 5  # an L40S

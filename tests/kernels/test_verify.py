@@ -107,6 +107,18 @@ def test_most_drafts():
     assert_verified(scene_of(HEADS[2], MOST_DRAFTS, [500, 64]), MOST_DRAFTS, True)
 
 
+def test_a_plan_of_the_programs_that_an_sm_holds():
+    scene = scene_of(HEADS[1], 3)
+    ops, _ = scene.ops()
+    drafts, q = drafts_of(scene, 3), scene.queries(len(scene.rows) * 3)
+    ops.plan_drafts(drafts)
+    assert ops.fit_programs([100 << 10] * 2, drafts=3) and not ops.fit_programs([100 << 10] * 2, drafts=3)
+    ops.reserve_drafts(ops._verifications[3].batch + 1, 3)
+    assert {launch.programs_per_sm for launch in ops._verifications[3].launches} == {2}
+    want = oracle.verify(scene.pool, 1, q, drafts, scene.scale)
+    assert_close("kernel", verify(ops, 1, q, drafts, scene.scale).double(), want, BOUND)
+
+
 def test_one_draft_is_a_decode_step():
     scene = scene_of(HEADS[1], 1)
     ops, reference = scene.ops()

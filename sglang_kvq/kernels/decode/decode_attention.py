@@ -14,7 +14,7 @@ side. Codes are packed in memory in the order in which the operand needs them in
 the high and low part of its INT8 split: x = unit (high + low / 256), 15 bits.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -38,7 +38,7 @@ from sglang_kvq.kernels.device.shape import Shape, shape_of, value_dims
 from sglang_kvq.kernels.device.softmax import LOG2E, NEVER, Softmax, first_columns
 
 #: Bytes of shared memory of an SM (Hopper); then the bytes of it that are reserved for each program.
-_SM_BYTES, _RESERVED_BYTES = 228 * 1024, 1024
+SM_BYTES, _RESERVED_BYTES = 228 * 1024, 1024
 
 #: Possible results of ``decode_routine``.
 ROUTINES = (
@@ -77,6 +77,10 @@ class DecodeLaunch:
     def costs(self) -> WorkCosts:
         """Costs for plans of this launch's items."""
         return WorkCosts(self.bf16_page_cost, turn=1 if self.half_pages == 1 else 2)
+
+    def fitting(self, used: int, sm_bytes: int) -> "DecodeLaunch":
+        """Returns the launch without the programs that do not fit an SM with ``used`` bytes of shared memory each."""
+        return replace(self, programs_per_sm=_most_programs(self.programs_per_sm, used, sm_bytes))
 
     def items(self, batch: int, programs: int, sms: int) -> int:
         """Returns the number of items of a plan for ``batch`` requests, ``programs`` programs each.
@@ -186,12 +190,12 @@ def _page_bytes(record: PlaneRecord, columns: int, dims: int) -> int:
 
 def _program_bytes(programs: int) -> int:
     """Returns the shared memory of each of ``programs`` programs on an SM."""
-    return _SM_BYTES // programs - _RESERVED_BYTES
+    return SM_BYTES // programs - _RESERVED_BYTES
 
 
-def _most_programs(programs: int, used: int) -> int:
+def _most_programs(programs: int, used: int, sm_bytes: int = SM_BYTES) -> int:
     """Returns ``programs``, or the most programs that fit on an SM with ``used`` bytes of shared memory each."""
-    return min(programs, _SM_BYTES // (used + _RESERVED_BYTES))
+    return min(programs, sm_bytes // (used + _RESERVED_BYTES))
 
 
 def is_fast(record: Record | PlaneRecord) -> bool:

@@ -95,14 +95,17 @@ def start_kernel(
     function[(*grid, 1, 1)[:3]](*(_fields(arguments) if has_fixed else arguments), *values)
 
 
-def compile_together(launch: Callable[[], None]) -> None:
+def compile_together(launch: Callable[[], None]) -> list[Any]:
     """Compiles and loads the kernels that ``launch`` starts with ``start_kernel``, several at once; runs none of them.
 
     Threads suffice, because Triton's compiler seldom holds Python's lock. Triton would load a kernel at its first
     launch, when a busy server may have no memory left for it.
+
+    Returns:
+        each launch's compiled kernel, in order; none if Triton itself does every launch.
     """
     if searches:
-        return
+        return []
     threads = min(_MOST_THREADS, len(os.sched_getaffinity(0)))
     kernels: list[Any] = []
     with ThreadPoolExecutor(threads) as executor, triton.AsyncCompileMode(executor):
@@ -111,8 +114,10 @@ def compile_together(launch: Callable[[], None]) -> None:
             launch()
         finally:
             _compiling.reset(before)
-    for kernel in kernels:
-        _ = _ready(kernel).run  # loads it
+    compiled = [_ready(kernel) for kernel in kernels]
+    for kernel in compiled:
+        _ = kernel.run  # loads it
+    return compiled
 
 
 def _ready(kernel: Any) -> Any:
