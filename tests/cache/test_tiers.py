@@ -255,6 +255,25 @@ def test_a_window_whose_move_to_the_trees_pages_is_not_applied_yet_stays(what):
     assert (m.pool.page_slot[[kept[0], *kept[5:]]] > 0).all() and int(m.tiers.errors) == 0
 
 
+def test_a_window_that_moves_stays_though_a_longer_request_moves_first_without_these_bf16_pages():
+    m = model(slots=12, rows=3)
+    tokens = [i % 70 for i in range(450)]
+    one, longer, twin = m.start(tokens + [1] * 1000), m.start(tokens + [1] * 1000), m.start(tokens)
+    assert m.extend([(one, 1450), (longer, 1450), (twin, 450)])
+    m.leave(one, publish=True)
+    for kind in (100, 101, 102):  # their sinks are kept rather than what was recent
+        m.leave(prefill(m, [kind] * P), publish=True)
+    shared = m.row_pages(longer, 7 * P)[5:] + m.row_pages(one, 7 * P)[5:]
+    assert (m.pool.page_slot[shared] < 0).all(), "the setting: only twin has BF16 copies of its recent pages"
+    arrive(m, 130)
+    for request in (longer, twin):
+        m.publish(request, finished=False)
+    m.tiers.apply_pending()
+    for request in (longer, twin):
+        pages = [m.place(page) for page in m.row_pages(request, request.stored)]
+        assert (m.pool.page_slot[[pages[0], *pages[-3:]]] > 0).all() and int(m.tiers.errors) == 0
+
+
 def test_an_arrival_takes_no_second_bf16_pages_beside_those_of_the_trees_pages():
     """SGLang replaces its pages by equal ones of the tree before the next plan; these still have their BF16 copies."""
     m = model(slots=4 + 1, rows=1)  # one window, and a page that a prefill resumes

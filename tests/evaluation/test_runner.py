@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import secrets
 import signal
 import subprocess
@@ -17,6 +18,9 @@ import pytest
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.evaluation import comparison
 from sglang_kvq.evaluation.comparison import launch_of
+from sglang_kvq.evaluation.servers import EvaluatedServer, Launch
+from sglang_kvq.evaluation.specs import parse_list
+from sglang_kvq.server_process import ServerFailed
 from tests.evaluation.conftest import main
 from tests.evaluation.fake_server import FakeServer
 from tests.pairs import few
@@ -68,6 +72,41 @@ def test_a_method_that_does_not_start_costs_only_itself(text, tmp_path, capsys):
     (out / "runs" / "none" / "kl.json").unlink()
     assert main(words(text, out, "--methods", "oscar,hadamard", "--overwrite")) == 0
     assert rows(out)["oscar"]["error"] is None and rows(out)["oscar"]["kl"] > 0
+
+
+@pytest.mark.parametrize(
+    "log, reason",
+    [
+        ("RuntimeError: from before: 1\nValueError: no room: 3 GiB\nKilled", "ValueError: no room: 3 GiB"),
+        ("sglang-kvq: use --kv-quant hadamard.\nSomeError: later: 1", "sglang-kvq: use --kv-quant hadamard."),
+        ("[TP1] kvq.errors.KVQuantError: no room\nSomeError: later: 1", "[TP1] kvq.errors.KVQuantError: no room"),
+        ("serve.py: error: unrecognized arguments: --fast\nBye", "serve.py: error: unrecognized arguments: --fast"),
+        ("loading\nKilled\n", "Killed"),
+        ("", "nothing in its log"),
+    ],
+)
+def test_the_reason_why_a_server_did_not_start_is_found_in_its_log(log, reason, tmp_path):
+    script = tmp_path / "serve.py"
+    script.write_text(f"import sys\nsys.stdout.write({log!r})\nsys.exit(3)\n")
+    with pytest.raises(ServerFailed) as failed:
+        server_of(f"python {script}", tmp_path).start()
+    assert str(failed.value).endswith(f" ended with code 3: {reason}")
+
+
+def server_of(command: str, folder: Path) -> EvaluatedServer:
+    return EvaluatedServer(Launch("models/Fake-1B", command), *parse_list("int2"), folder / "log", lambda: False, "")
+
+
+@pytest.mark.parametrize("name", ["python", "python3"])
+def test_python_in_the_server_command_is_this_interpreter(name, tmp_path, monkeypatch):
+    """The first one on the path may have other packages than the report names, or none."""
+    other = tmp_path / name
+    other.write_text("#!/bin/sh\nexit 9\n")
+    other.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    with server_of(f"{name} {Path(__file__).with_name('fake_server.py')}", tmp_path) as server:
+        assert server.is_ours and server.running
+    assert not server_of("docker run image", tmp_path).is_ours
 
 
 def test_a_server_that_crashes_costs_only_its_method(text, tmp_path, monkeypatch):

@@ -229,7 +229,7 @@ def test_humaneval_runs_the_programs(humaneval, bench, style):
     solved = {one["task_id"]: one for one in outcome.details["problems"]}
     assert solved["T/0"]["passed"] and not solved["T/1"]["passed"]
     assert len(server.asked("/v1/completions")) == (2 if style == "completion" else 0)
-    assert outcome.value == 0.5 and outcome.n == 2 and outcome.details["items"] == [1, 0]
+    assert outcome.value == 0.5 and outcome.n == 2 and outcome.details["items"] == [1, 0] and outcome.warnings == []
     if style == "chat":
         assert "timeout" in solved["T/1"]["reason"]
 
@@ -271,6 +271,14 @@ def test_a_host_without_a_sandbox_is_refused_before_a_server_runs(humaneval, mon
     with pytest.raises(KVQuantError, match="cannot be sandboxed here .user namespaces are forbidden"):
         HumanEvalTask(humaneval)
     HumanEvalTask(humaneval, allow_unsandboxed=True)
+
+
+def test_programs_that_were_not_sandboxed_are_named_in_the_report(humaneval, bench, monkeypatch):
+    monkeypatch.setattr(sandbox, "walls", lambda: sandbox.Walls(None, ("user namespaces are forbidden",)))
+    task = HumanEvalTask(humaneval, problems=1, style="chat", allow_unsandboxed=True)
+    with FakeServer() as server:
+        (warning,) = task.run(Client(server.url), bench).warnings
+    assert "were not cut off (--allow-unsandboxed)" in warning
 
 
 def test_a_programs_identity_is_that_of_its_file_and_settings(humaneval):

@@ -179,6 +179,22 @@ def test_few_pairs_cost_little():
     assert len(set(alone)) == 1 and cost_of(costs, alone) > 2 * cost_of(costs, free)
 
 
+@pytest.mark.parametrize("budget", [1.6, 2.4, 3.1])
+def test_no_layer_could_use_what_is_left_of_the_budget(budget):
+    costs = planted(40)
+    chosen = choose_widths(*costs, budget)
+    left = 2 * PLANES * 40 * budget - sum(map(width_of, chosen)) + 1e-6
+    for layer, pair in enumerate(chosen):
+        for other in set(chosen):
+            if 0 < width_of(other) - width_of(pair) <= left:
+                changed = [*chosen[:layer], other, *chosen[layer + 1 :]]
+                assert cost_of(costs, changed) >= cost_of(costs, chosen), (layer, pair, other)
+
+
+def width_of(pair: tuple) -> int:
+    return sum(map(sum, pair))
+
+
 def test_more_bits_never_cost_more():
     costs = planted(12)
     errors = [cost_of(costs, choose_widths(*costs, b / 4, most=1000)) for b in range(4, 17)]

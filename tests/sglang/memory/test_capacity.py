@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+from transformers import LlamaConfig
 
 from sglang_kvq.cache.layout import KVGeometry
 from sglang_kvq.config import KVQuantConfig
@@ -54,3 +55,23 @@ def test_every_request_of_streaming_sessions_has_a_page_to_resume(layout_of):
     for more, slots in (({}, 16 * 6 + 1), ({"enable_streaming_session": True}, 16 * 7)):
         requests, layout = layout_of(16, workers=1, **more)
         assert (requests, layout.slots) == (16, slots)
+
+
+def test_a_server_without_kv_quant_runs_as_many_as_sglang_says(monkeypatch):
+    monkeypatch.setattr(runtime, "_current", None)
+    configurator = SimpleNamespace(server_args=SimpleNamespace(max_running_requests=None))
+    assert capacity.resolve_max_num_reqs(lambda self, tokens: 2049, configurator, 200 * 64) == 2049
+
+
+def test_a_stage_caches_its_own_layers(monkeypatch):
+    monkeypatch.setattr(runtime, "_current", None)
+    hf = LlamaConfig(num_hidden_layers=6, hidden_size=256, num_attention_heads=4, num_key_value_heads=2, head_dim=64)
+    configurator = SimpleNamespace(
+        model_config=SimpleNamespace(hf_config=hf, model_path="models/llama"),
+        layer_info=SimpleNamespace(start_layer=2, end_layer=5),
+        server_args=SimpleNamespace(disaggregation_mode="null"),
+    )
+    state = capacity.start_cache(configurator, KVQuantConfig("int2"), kv_heads=2, num_layers=3)
+    assert state.layer_ids == (2, 3, 4) and state.geometry.layers == 3
+    with pytest.raises(SystemExit, match="keeps 4 layers of models/llama in its KV cache, but .* 3 have full"):
+        capacity.start_cache(configurator, KVQuantConfig("int2"), kv_heads=2, num_layers=4)

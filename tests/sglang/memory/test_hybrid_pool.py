@@ -13,7 +13,7 @@ from sglang_kvq.constants import PAGE_SIZE as P
 from sglang_kvq.formats.page import PageFormat
 from sglang_kvq.sglang import checks, runtime
 from sglang_kvq.sglang.memory.build import build_allocator
-from sglang_kvq.sglang.memory.pool import KVQuantPool, build_hybrid_linear_kv_pool, quantized_pool
+from sglang_kvq.sglang.memory.pool import KVQuantPool, build_hybrid_linear_kv_pool, build_mha_kv_pool, quantized_pool
 from sglang_kvq.sglang.runtime import CONFIG_ATTRIBUTE
 
 CONFIG, HEADS, D, PAGES = KVQuantConfig("int2"), 2, 256, 8
@@ -72,6 +72,7 @@ def test_it_holds_our_pool(applied, state):
     _, pool = build(configurator(), mla_pool_class=None, dsa_pool_class=None)
     ours = quantized_pool(pool)
     assert isinstance(ours, KVQuantPool) and ours is pool.full_kv_pool and ours.layer_ids == LAYERS
+    assert (ours.layer_num, ours.start_layer, ours.end_layer) == (2, 3, 8)  # SGLang's transfers number layers by them
     assert pool.mem_usage == pytest.approx(state.layout.total_bytes / 2**30)
     # Models that fuse RoPE with the cache write ask for the dtype; only our pool's dtype forbids fusing.
     assert ours.dtype == torch.uint8 and pool.dtype == torch.bfloat16
@@ -109,6 +110,8 @@ def test_both_pools_are_allocated_for_it(applied, state):
 def test_others_keep_sglangs(applied, state, changes):
     _, pool = build(configurator(**changes))
     assert quantized_pool(pool) is None and type(pool.full_kv_pool).__name__ == "MHATokenToKVPool"
+    asked = dict(max_total_num_tokens=PAGES * P, mha_pool_class=type(pool.full_kv_pool), quant_method="another")
+    assert build_mha_kv_pool(lambda self, **given: given, configurator(**changes), **asked) == asked
 
 
 def test_another_dtype(applied, state):
