@@ -77,7 +77,7 @@ PRODUCTION = ("6442-6442", "6532-5443", "6321-4332", "5320-4321", "5210-3210", "
 #: Geometries (head_dim, query heads per KV head, KV heads) that together use every launch of ``decode_launch``.
 DECODED = [(64, 3, 1), (64, 12, 1), (96, 4, 1), (96, 6, 1), (96, 12, 1), (128, 4, 1), (128, 6, 1), (128, 12, 2),
            (128, 12, 1), (256, 4, 1), (256, 8, 1), (256, 12, 1)]  # fmt: skip
-#: Codes with which an SM may hold fewer programs for heads of 256 than ``decode_launch`` wants.
+#: Codes with which an SM may hold fewer programs for heads of 96 or 256 than ``decode_launch`` wants.
 LARGE = ("centred-4", "channel-4", "lloyd-max", "uniform-3-3", "uniform-4-2")
 #: Decode launches compiled without ``--all``: two-bit codes for each head_dim that models have, and one of planes.
 #: ``compile_all`` compiles the launch of 4 heads of 128.
@@ -434,7 +434,7 @@ def planes(all_of_them: bool) -> None:
 
 def launches(all_of_them: bool) -> None:
     """Compiles decoding with the launches that serve it, for every geometry and widths from wide to narrow."""
-    every = (*product(DECODED, (None, *PRODUCTION)), *product([(256, 4, 1), (256, 16, 1)], LARGE))
+    every = (*product(DECODED, (None, *PRODUCTION)), *product([(96, 4, 1), (256, 4, 1), (256, 16, 1)], LARGE))
     for (head_dim, group, kv_heads), kind in every if all_of_them else SOME_DECODED:
         heads = scenes.Heads(head_dim, min(head_dim, 128), kv_heads, group)
         begin(f"as launched, {kind or 'two bits'}, {heads}")

@@ -372,8 +372,8 @@ def test_every_figure_of_a_page_is_in_the_json(path):
     head, _, *lines = re.search(r"^\| method .*\n(?:\|.*\n)+", text, re.MULTILINE)[0].splitlines()
     titles = [cell.strip() for cell in head.strip("|").split("|")][2:]
     names = {"KL": "kl", "top-1": "top1", "HumanEval": "humaneval", "GSM8K": "gsm8k", "MATH": "math"}
-    said = re.findall(r"Chunks of (\d+): ([^.]*)\.", text.partition("<details>")[0])
-    chunks = {task: int(size) for size, tasks in said for task in tasks.split(", ")}
+    said = re.findall(r"Chunks of (\d+)(?:: ([^.]*))?\.", text.partition("<details>")[0])
+    chunks = {task: int(size) for size, tasks in said for task in tasks.split(", ")}  # "" if all have the same size
     compared = 0
     for line in lines:
         method, bits, *cells = (cell.strip(" `") for cell in line.strip("|").split("|"))
@@ -386,7 +386,8 @@ def test_every_figure_of_a_page_is_in_the_json(path):
             chosen = [
                 one
                 for one in read(path)["rows"]
-                if (one["task"], one["method"], one["context"], one["chunk"]) == (task, method, context, chunks[task])
+                if (one["task"], one["method"], one["context"], one["chunk"])
+                == (task, method, context, chunks.get("") or chunks[task])
             ]
             of = {one["rotations_sha256"] or one["spec"]: one for one in reversed(chosen)}.values()
             written = cell.replace("*", "").split()[0]
