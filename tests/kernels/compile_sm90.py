@@ -153,16 +153,14 @@ def check_operands(name: str, ttgir: str) -> None:
 
 
 def check_copies(name: str, ttgir: str) -> None:
-    """Checks that the short rows of a tile lie in shared memory as they do in the record, one after the other.
+    """Checks that rows of words lie in shared memory as they do in the record, one after the other.
 
     Triton 3.8 interleaves the rows of two pages if pages are an axis of their own. Loops then take longer.
     """
     orders = dict(re.findall(r"^#(shared\d*) = #ttg\.swizzled_shared<\{.*order = \[([\d, ]+)\]", ttgir, re.MULTILINE))
-    copied = r"async_copy_global_to_local .*-> <([\dx]*?)(\d+)xi(\d+), #(shared\d*)"
-    for axes, columns, bits, shared in set(re.findall(copied, ttgir)):
+    for shape, shared in set(re.findall(r"async_copy_global_to_local .*-> <([\dx]+)xi16, #(shared\d*)", ttgir)):
         order = [int(axis) for axis in orders[shared].split(", ")]
-        long = int(columns) * int(bits) >= 8 * 64
-        assert long or order == sorted(order, reverse=True), f"{name}: axes of {axes}{columns} are in the order {order}"
+        assert order == sorted(order, reverse=True), f"{name}: axes of {shape} are in the order {order}"
 
 
 def check_vectors(name: str, ptx: str) -> None:

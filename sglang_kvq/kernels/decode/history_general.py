@@ -88,7 +88,7 @@ def history_general(
         if KEYS.channel:
             x = _channel_scores(k, q, page_records, second, token, scale_log2, KEYS, SHAPE, PLAIN)
         else:
-            x = _token_scores(k, operands, (s_k, z_k), scales, page_records, second, scale_log2, KEYS, SHAPE)
+            x = _token_scores(k, operands, (s_k, z_k), scales, page_records, second, scale_log2, KEYS, SHAPE, PLAIN)
         position = (index + second.to(tl.int32)) * PAGE + token
         x = tl.where((position < tl.minimum(last * PAGE, item.length))[:, None], x, NEVER)
 
@@ -118,7 +118,16 @@ def history_general(
 
 @triton.jit
 def _token_scores(
-    k, operands, first_scales, scales, page_records, second, scale_log2, CODES: tl.constexpr, SHAPE: tl.constexpr
+    k,
+    operands,
+    first_scales,
+    scales,
+    page_records,
+    second,
+    scale_log2,
+    CODES: tl.constexpr,
+    SHAPE: tl.constexpr,
+    PLAIN: tl.constexpr,
 ):
     """Computes q k of a tile, float32 [2 PAGE, HEADS], for keys with a scale per token and group.
 
@@ -139,7 +148,10 @@ def _token_scores(
     for g in tl.static_range(SHAPE.D // GROUP):
         if g > 0:
             s_k, z_k = group_scales(scales + (CODES.scale // 2 + g * PAGE), _offset_step(CODES))
-        products = _products(k, queries, CODES, TILE, 2 * HEADS, g, GROUP, SHAPE.D4)
+        codes = k  # if groups divide a plane, each has a product with all of its codes
+        if GROUP % SHAPE.D4 != 0 and not PLAIN:
+            codes = own_tiles(k[0], g), own_tiles(k[1], g)
+        products = _products(codes, queries, CODES, TILE, 2 * HEADS, g, GROUP, SHAPE.D4)
         x += join_parts(products, TILE, HEADS) * s_k[:, None] * unit[None, :]
         if _needs_offset(CODES):
             q_sum = tl.sum(tl.where((dim // GROUP == g)[:, None], q_all, 0.0), 0) * scale_log2
