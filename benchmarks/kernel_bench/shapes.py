@@ -9,6 +9,7 @@ import torch
 from benchmarks.kernel_bench import oracle
 from benchmarks.kernel_bench.timer import Timer
 from sglang_kvq.attention.base import ExtendBatch, LayerRotations
+from sglang_kvq.attention.compile_kernels import fit_programs
 from sglang_kvq.attention.planning.extend_costs import Geometry
 from sglang_kvq.attention.planning.short_extend import ShortExtends, plan_short
 from sglang_kvq.attention.ragged import RaggedPrefill
@@ -99,6 +100,8 @@ class DecodeShape:
     def measure(self, timer: Timer, launch: DecodeLaunch | None = None) -> tuple[float, float]:
         """Returns microseconds and the relative error."""
         ops = TritonOps(self.pool, LayerRotations(), self.q.shape[1], len(self.lengths), launch=launch)
+        if launch is None:
+            fit_programs(ops)  # as a starting server does
         ops.plan_attention(self.rows, self.lens)
         run = lambda: ops.decode(0, self.q, self.rows, self.lens, self.scale)  # noqa: E731
         got = run()
