@@ -38,9 +38,10 @@ from benchmarks.serving import Client, Failed, Stream
 from sglang_kvq.errors import KVQuantError
 
 TOKENS, AT_ONCE = (64, 128, 256, 512, 1024), (1, 8)
-#: Rounds from one emptied cache to the next, of which the first does not count; blocks of such rounds that count, and
-#: blocks before them.
-ROUNDS, BLOCKS, BEFORE = 6, 8, 1
+#: Rounds from one emptied cache to the next, of which the first does not count; blocks of such rounds before those that
+#: count.
+ROUNDS, BEFORE = 6, 1
+BLOCKS = 8
 #: Longest request, and the flags of all servers: several fit on one GPU.
 LONGEST = 2048
 SHARED = ("--mem-fraction-static", "0.9", "--max-running-requests", "16")
@@ -49,11 +50,12 @@ EAGER = "--disable-prefill-cuda-graph"
 Row = dict[str, Any]
 
 
-def rounds(clients: Sequence[Client], after: int = 0) -> Iterator[tuple[str, list[list[Stream]]]]:
+def rounds(clients: Sequence[Client], after: int = 0, blocks: int = BLOCKS) -> Iterator[tuple[str, list[list[Stream]]]]:
     """Yields each ``ttft_TxN`` with, for each client, the slowest request of every round that counts.
 
     Args:
         after: cached tokens with which all prompts begin.
+        blocks: blocks of rounds that count.
 
     Raises:
         Failed: they were not cached.
@@ -61,7 +63,7 @@ def rounds(clients: Sequence[Client], after: int = 0) -> Iterator[tuple[str, lis
     for tokens in TOKENS:
         for count in AT_ONCE:
             found: list[list[Stream]] = [[] for _ in clients]
-            for block in range(-BEFORE, BLOCKS):
+            for block in range(-BEFORE, blocks):
                 stored = [client.prompt("stored", 0, after) for client in clients] if after else []
                 for client in clients:
                     client.server.drain()
@@ -101,6 +103,9 @@ def main() -> None:
     parser.add_argument("--model", type=existing_folder, default=MODEL, help="a folder with a config.json")
     parser.add_argument("--layers", type=int, help="use only the model's first N layers")
     parser.add_argument("--after", type=int, default=0, metavar="N", help="cached tokens before each prompt; default 0")
+    parser.add_argument(
+        "--blocks", type=int, default=BLOCKS, metavar="N", help=f"times {ROUNDS - 1} rounds; default %(default)s"
+    )
     parser.add_argument("--cpu", action="store_true", help="servers on the CPU engine: only shows that this works")
     parser.add_argument("--logs", type=Path, help="folder for logs; default a temporary one")
     parser.add_argument("--table", action="store_true", help="only print the table of --out")
@@ -109,6 +114,8 @@ def main() -> None:
         print(first_tokens(record.read_rows(args.out)))
         return
     try:
+        if args.blocks < 1:
+            raise KVQuantError(f"--blocks {args.blocks}: it must be at least 1.")
         specs = servers.specs_of(args.methods)
     except KVQuantError as error:
         parser.error(str(error))
@@ -133,7 +140,7 @@ def main() -> None:
         facts = [servers.facts(server, spec) for server, (spec, _) in zip(running, jobs)]
         print(f"{len(running)} servers: {', '.join(labels)}", flush=True)
         streams: list[dict[str, list[Stream]]] = [{} for _ in jobs]
-        for name, found in rounds(clients, args.after):
+        for name, found in rounds(clients, args.after, args.blocks):
             for of_server, mine in zip(streams, found):
                 of_server[name] = mine
             medians = [statistics.median(1e3 * stream.ttft for stream in mine) for mine in found]
@@ -144,6 +151,7 @@ def main() -> None:
             "unit": "ms",
             "method": label,
             "after": args.after,
+            "rounds": args.blocks * (ROUNDS - 1),
             **figures(named),
             **fact,
         }

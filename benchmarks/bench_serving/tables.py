@@ -24,7 +24,11 @@ def methods_of(rows: Sequence[Row]) -> list[str]:
 
 
 def heading(method: str) -> str:
-    return NAMES.get(method) or f"`{method.replace(':', ' ')}`"
+    """Returns a column's heading, such as ``BF16 `--flag 1```: BF16 and FP8 are named as such, with their flags."""
+    name, space, flags = method.partition(" ")
+    if name not in NAMES:
+        return f"`{method.replace(':', ' ')}`"
+    return NAMES[name] + (f" `{flags}`" if space else "")
 
 
 def least(row: Row, name: str) -> str:

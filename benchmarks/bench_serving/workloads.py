@@ -73,6 +73,7 @@ class Workload:
         seconds: time limit; the measurement ends then, whatever is left.
         ttft, tpot: limits of goodput, in milliseconds.
         repeat: times to measure it, each with other prompts.
+        kind: what its title at a rate begins with; empty for the title up to its last comma.
     """
 
     name: str
@@ -82,6 +83,7 @@ class Workload:
     ttft: float
     tpot: float = 50.0
     repeat: int = 1
+    kind: str = ""
 
     @property
     def longest(self) -> int:
@@ -113,7 +115,7 @@ WORKLOADS = {
         Workload("1k", "1K + 256, 512 clients", (_SINGLE["1k"],), 180, 2000),
         Workload("8k", "8K + 512, 256 clients", (_SINGLE["8k"],), 240, 10_000),
         Workload("48k", "48K + 512, 48 clients", (_SINGLE["48k"],), 240, 30_000),
-        Workload("chats", "64 chats to 12K, six rounds", (_chats(64),), 180, 5000),
+        Workload("chats", "64 chats to 12K, six rounds", (_chats(64),), 180, 5000, kind="chats to 12K, six rounds"),
         Workload("mix", "all of these, a quarter each", _PARTS, 180, 10_000),
     )
 }
@@ -135,7 +137,7 @@ def at_rate(workload: Workload, rate: float) -> Workload:
     """Returns a workload of one load as an open loop: requests arrive at a rate, for as long as it is measured."""
     (load,) = workload.loads
     requests = max(load.group, math.ceil(rate * workload.seconds / load.group) * load.group)
-    title = f"{workload.title.rpartition(', ')[0]}, {rate:g} a second"
+    title = f"{workload.kind or workload.title.rpartition(', ')[0]}, {rate:g} a second"
     loads = (replace(load, rate=rate, requests=requests),)
     return replace(workload, name=f"{workload.name}@{rate:g}", title=title, loads=loads)
 

@@ -20,9 +20,9 @@ def test_the_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyt
     monkeypatch.setattr(
         first_tokens.servers, "server", lambda spec, setup, *rest: Streaming(rest[-1] / "log", next(paces))
     )
-    for name, value in (("TOKENS", (64,)), ("AT_ONCE", (1, 2)), ("ROUNDS", ROUNDS), ("BLOCKS", 2)):
+    for name, value in (("TOKENS", (64,)), ("AT_ONCE", (1, 2)), ("ROUNDS", ROUNDS)):
         monkeypatch.setattr(first_tokens, name, value)
-    words = f"first_tokens --cpu --layers 2 --methods none --eager --out {out}"
+    words = f"first_tokens --cpu --layers 2 --methods none --eager --blocks 2 --out {out}"
     monkeypatch.setattr(sys, "argv", words.split())
     first_tokens.main()
     assert "2 servers: none, none --disable-prefill-cuda-graph" in capsys.readouterr().out
@@ -31,6 +31,7 @@ def test_the_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyt
         "none",
         "none --disable-prefill-cuda-graph",
     ]
+    assert fast["rounds"] == slow["rounds"] == 2 * (ROUNDS - 1)
     for name in ("ttft_64x1", "ttft_64x2"):
         assert 10 <= fast[f"{name}_ms"] < slow[f"{name}_ms"] < 5000
         low, high = slow["quartiles_ms"][name]
@@ -74,14 +75,22 @@ class Answer:
         self.since, self.ttft = since, ttft
 
 
-def test_rounds_after_an_emptied_cache_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_blocks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["first_tokens", "--blocks", "0", "--out", "x.json"])
+    with pytest.raises(SystemExit):
+        first_tokens.main()
+    assert "--blocks 0: it must be at least 1." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("blocks", [1, first_tokens.BLOCKS])
+def test_rounds_after_an_emptied_cache_do_not_count(monkeypatch: pytest.MonkeyPatch, blocks: int) -> None:
     monkeypatch.setattr(first_tokens, "ROUNDS", ROUNDS)
     clients = [Recorded(), Recorded()]
-    found = dict(first_tokens.rounds(clients))
+    found = dict(first_tokens.rounds(clients, blocks=blocks))
     assert list(found)[:3] == ["ttft_64x1", "ttft_64x8", "ttft_128x1"] and len(found) == 10
     for name, streams in found.items():
         for mine in streams:
-            assert len(mine) == first_tokens.BLOCKS * (ROUNDS - 1)
+            assert len(mine) == blocks * (ROUNDS - 1)
             assert {answer.since for answer in mine} == set(range(2, ROUNDS + 1))
             slowest = int(name.rpartition("x")[2]) - 1
             assert {answer.ttft for answer in mine} == {slowest}

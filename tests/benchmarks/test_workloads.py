@@ -65,6 +65,7 @@ def test_a_rate_is_an_open_loop_for_the_time_of_the_workload() -> None:
     assert words[words.index("--request-rate") + 1] == "2.5" and "--max-concurrency" not in words
     (workload,) = chosen("chats@0.3", WORKLOADS, seconds=10)
     assert workload.loads[0].requests == 4, "whole groups"
+    assert workload.title == "chats to 12K, six rounds, 0.3 a second"
     (workload,) = chosen("200@50", WORKLOADS, seconds=10)
     assert workload.title == "200 + 200 tokens, 50 a second"
 
@@ -350,6 +351,8 @@ def test_tables_and_figure(tmp_path: Path) -> None:
     assert "| X, 2 clients | 100 | 125 (1.25x) | 150 (1.50x) |" in text
     assert "| X, 2 clients | 2 | 2 (5 pages) | 2 |" in text
     assert markdown([{"scenario": "decode_4x1k"}]) == ""
+    flagged = [{**row, "method": f"{row['method']} --flag 1"} for row in rows()]
+    assert "| workload | BF16 `--flag 1` | `oscar --flag 1` | `transform 2.5 --flag 1` |" in markdown(flagged)
     out = tmp_path / "serving_x.json"
     record.write(out, "serving", rows())
     target = plot(out)
