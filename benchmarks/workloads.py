@@ -72,7 +72,11 @@ def settings(workload: Workload, setup: servers.Setup) -> Row:
     """Returns the settings that must be equal for two rows of a scenario to be the same measurement."""
     flags = [*setup.shared, *(f"plain: {flag}" for flag in setup.plain)]
     more = {"repeat": workload.repeat} if workload.repeat > 1 else {}
-    return {"loads": [asdict(load) for load in workload.loads], "limit": workload.seconds, "flags": flags, **more}
+    loads = [asdict(load) for load in workload.loads]
+    for load in loads:
+        if load["least"] == 1:  # as in rows that are older than this field
+            del load["least"]
+    return {"loads": loads, "limit": workload.seconds, "flags": flags, **more}
 
 
 def missing(

@@ -26,6 +26,8 @@ class Load:
         shared: tokens that all conversations of a group begin with.
         group: conversations that share these tokens.
         rate: requests that arrive per second; None for a closed loop of ``clients``.
+        least: the least share of a length. Lengths are drawn evenly from this share to the whole, but all answers of a
+            conversation have one length. Only for conversations.
     """
 
     clients: int
@@ -36,6 +38,7 @@ class Load:
     shared: int = 0
     group: int = 1
     rate: float | None = None
+    least: float = 1.0
 
     @property
     def longest(self) -> int:
@@ -53,7 +56,8 @@ class Load:
         words += ["--backend", "sglang-oai-chat", "--dataset-name", "generated-shared-prefix"]
         words += ["--gsp-num-groups", str(self.requests // self.group), "--gsp-prompts-per-group", str(self.group)]
         words += ["--gsp-system-prompt-len", str(self.shared), "--gsp-question-len", str(self.prompt)]
-        return [*words, "--gsp-output-len", str(self.output), "--gsp-num-turns", str(self.turns)]
+        words += ["--gsp-output-len", str(self.output), "--gsp-num-turns", str(self.turns)]
+        return words if self.least == 1 else [*words, "--gsp-range-ratio", str(self.least)]
 
     def smaller(self, share: float) -> Load:
         """Returns this load with a share of its clients and requests."""
@@ -94,9 +98,9 @@ class Workload:
         return [load.arguments(SEED + number + len(self.loads) * turn) for number, load in enumerate(self.loads)]
 
 
-def _chats(clients: int) -> Load:
-    """Returns conversations that end at 12,000 tokens: 3,000 shared by four, then six turns of 1,250 + 250."""
-    return Load(clients, clients, 1250, 250, turns=6, shared=3000, group=4)
+def _chats(clients: int, least: float = 1.0) -> Load:
+    """Returns conversations that end at 12,000 tokens at most: 3,000 shared by four, then six turns of 1,250 + 250."""
+    return Load(clients, clients, 1250, 250, turns=6, shared=3000, group=4, least=least)
 
 
 #: Clients answer in step, so only whole rounds are a fair comparison: a server that computes all prompts first has the
@@ -117,11 +121,15 @@ WORKLOADS = {
         Workload("48k", "48K + 512, 48 clients", (_SINGLE["48k"],), 240, 30_000),
         Workload("chats", "64 chats to 12K, six rounds", (_chats(64),), 180, 5000, kind="chats to 12K, six rounds"),
         Workload("mix", "all of these, a quarter each", _PARTS, 180, 10_000),
+        # At a rate, chats whose answers are equally long fall into step: those that one batch began end in one step,
+        # and so their next turns come together, too.
+        Workload("varied", "64 chats of 6K to 12K", (_chats(64, 0.5),), 180, 5000, kind="chats of 6K to 12K"),
     )
 }
 #: Small versions for a CPU, which only show that everything works.
 _TINY_SINGLE = (Load(4, 6, 40, 12), Load(2, 3, 300, 9))
 _TINY_CHATS = Load(2, 2, 70, 9, turns=3, shared=70, group=2)
+_TINY_VARIED = replace(_TINY_CHATS, least=0.5)
 TINY = {
     workload.name: workload
     for workload in (
@@ -129,6 +137,7 @@ TINY = {
         Workload("1k", "300 + 9, 2 clients", _TINY_SINGLE[1:], 60, 60_000, 60_000),
         Workload("chats", "2 chats, three rounds", (_TINY_CHATS,), 60, 60_000, 60_000),
         Workload("mix", "all of these", (*_TINY_SINGLE, _TINY_CHATS), 60, 60_000, 60_000),
+        Workload("varied", "2 chats of varied lengths", (_TINY_VARIED,), 60, 60_000, 60_000),
     )
 }
 

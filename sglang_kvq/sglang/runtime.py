@@ -40,11 +40,14 @@ def attach(config: KVQuantConfig, server_args: ServerArgs) -> None:
     setattr(server_args, CONFIG_ATTRIBUTE, config)
 
 
-class Checkable(Protocol):
-    """The part of the allocator that ``observe`` uses."""
+class Allocator(Protocol):
+    """The part of this worker's allocator that SGLang does not know."""
 
     def check_integrity(self) -> None:
         """Raises RuntimeError if pool and allocator disagree."""
+
+    def load_kernels(self, most: int) -> None:
+        """Loads the kernels for batches of up to ``most`` requests, so that no request waits for the compiler."""
 
 
 class Watch(Protocol):
@@ -154,7 +157,7 @@ class Runtime:
     budget_bytes: int = 0
     layout: MemoryLayout = field(init=False)
     pages: PagePool = field(init=False)
-    allocator: Checkable = field(init=False)
+    allocator: Allocator = field(init=False)
     split: Split | None = None
     admits_another: Callable[[], bool] | None = None
     tiers: TierManager | None = None

@@ -9,6 +9,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,17 @@ def test_workloads_are_those_of_the_issue() -> None:
     assert (chats.clients, chats.turns, chats.longest) == (64, 6, 12_000)
     parts = WORKLOADS["mix"].loads
     assert [part.clients for part in parts] == [256, 128, 64, 12, 16]
+    assert single["varied"] == replace(chats, least=0.5)
     assert all(load.requests % load.group == 0 for load in (*parts, chats))
+
+
+def test_lengths_of_conversations_vary_where_wanted() -> None:
+    (same,), (varied,) = WORKLOADS["chats"].arguments(), WORKLOADS["varied"].arguments()
+    assert varied == [*same, "--gsp-range-ratio", "0.5"]
+    (workload,) = chosen("varied@1", WORKLOADS, seconds=60)
+    assert workload.title == "chats of 6K to 12K, 1 a second"
+    assert workloads.settings(workload, setup())["loads"][0]["least"] == 0.5
+    assert "least" not in workloads.settings(WORKLOADS["chats"], setup())["loads"][0]
 
 
 def test_loads_of_a_workload_differ_in_their_seeds_only_by_their_number() -> None:

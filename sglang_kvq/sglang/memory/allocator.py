@@ -62,6 +62,19 @@ class KVQuantAllocator(PagedTokenToKVPoolAllocator):
         """Locations of a page's tokens, counted from the first one."""
         return torch.arange(self.page_size, device=self.device)
 
+    def load_kernels(self, most: int) -> None:
+        """Compiles and loads SGLang's kernels for batches of up to ``most`` requests on a GPU; allocates nothing.
+
+        SGLang has a kernel for each power of two, and would compile it when the first such batch arrives, which then
+        waits for about a tenth of a second. Plain SGLang needs none of them, because its pages have one token.
+        """
+        for bits in range(max(most - 1, 0).bit_length() + 1):
+            lens = torch.ones(1 << bits, dtype=torch.int64)
+            on_device, first = lens.to(self.device), torch.arange(1 << bits, device=self.device) * self.page_size
+            # Requests of one token, which get no more; then each one's second token, in the page of its first.
+            PagedTokenToKVPoolAllocator.alloc_extend(self, on_device, lens, on_device, lens, first, 0)
+            PagedTokenToKVPoolAllocator.alloc_decode(self, on_device + 1, lens + 1, first.int())  # as SGLang's rows
+
     def check_integrity(self) -> None:
         """Raises RuntimeError if pool and allocator disagree. Waits for the device."""
         if compat.applies(OLD_TREE, _RELEASE):

@@ -147,3 +147,37 @@ def test_integrity_of_a_cache_in_use(allocator):
     allocator.free_pages = torch.cat([allocator.free_pages, torch.tensor([page])])
     with pytest.raises(RuntimeError, match="a free page still has a BF16 slot"):
         allocator.check_integrity()
+
+
+def test_kernels_are_loaded_for_every_size_of_batch(allocator, monkeypatch):
+    """No page is taken, and each kernel sees the types and the page size that SGLang's scheduler gives it."""
+    launched = {"extend": [], "decode": []}
+
+    class Kernel:
+        def __init__(self, kind: str) -> None:
+            self.kind = kind
+
+        def __getitem__(self, grid: tuple[int]):
+            def launch(*args) -> None:
+                *tensors, upper, page = args
+                types = [x.dtype for x in tensors]
+                launched[self.kind].append((*grid, upper, page, types))
+                (tensors[-1] if self.kind == "decode" else torch.empty(0)).copy_(torch.arange(len(tensors[-1])))
+
+            return launch
+
+    for kind in launched:
+        monkeypatch.setattr(f"sglang.srt.mem_cache.allocator.paged.alloc_{kind}_kernel", Kernel(kind))
+    monkeypatch.setattr(allocator, "use_triton_kernels", True, raising=False)
+    monkeypatch.setattr(allocator, "debug_mode", True)  # SGLang checks that lengths and locations fit together
+    free = allocator.free_pages.clone()
+    allocator.load_kernels(5)
+    assert torch.equal(allocator.free_pages, free) and recorded() == []
+    long, rows = torch.int64, torch.int32
+    for kind, types in (("extend", [long] * 5), ("decode", [long, rows, long, long])):
+        assert launched[kind] == [(size, size, P, types) for size in (1, 2, 4, 8)], kind
+    for most, sizes in ((1, 1), (2, 2), (1024, 11), (1025, 12)):
+        launched["decode"].clear()
+        monkeypatch.setattr(allocator, "free_pages", torch.arange(1, 5000))
+        allocator.load_kernels(most)
+        assert len(launched["decode"]) == sizes, most
