@@ -139,7 +139,7 @@ def test_workloads_in_the_readme() -> None:
 def test_first_tokens_of_short_prompts() -> None:
     found = results("first_tokens_h100")
     page = (ROOT / "docs" / "notes" / "prefill-graphs.md").read_text()
-    for rows in (found, results("first_tokens_after_h200")):
+    for rows in (found, results("first_tokens_h200"), results("first_tokens_after_h200")):
         assert first_tokens(rows).partition("\n\n")[2] in page
     rows = {row["method"]: row for row in found}
     plain = rows.pop("none")
