@@ -249,7 +249,9 @@ def serve(
             command = shlex.join(map(without_paths, running.command))
             print(f"{label}: ready after {time.monotonic() - begin:.0f} s: {command}")
             if args.rehearse:
-                stock.run(wanted[0].arguments(), running.url, tokenizer, args.rehearse, folder / "rehearsal")
+                stock.run(
+                    wanted[0].rehearsal(args.rehearse), running.url, tokenizer, args.rehearse, folder / "rehearsal"
+                )
                 running.drain()
                 print(f"{label}: rehearsed after {time.monotonic() - begin:.0f} s", flush=True)
             print(HEAD, flush=True)

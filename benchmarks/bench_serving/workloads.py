@@ -59,6 +59,12 @@ class Load:
         words += ["--gsp-output-len", str(self.output), "--gsp-num-turns", str(self.turns)]
         return words if self.least == 1 else [*words, "--gsp-range-ratio", str(self.least)]
 
+    def during(self, seconds: float) -> Load:
+        """Returns this load, which has a rate, with the requests that arrive in so many seconds, in whole groups."""
+        assert self.rate is not None
+        requests = math.ceil(self.rate * seconds / self.group) * self.group
+        return replace(self, requests=max(self.group, requests))
+
     def smaller(self, share: float) -> Load:
         """Returns this load with a share of its clients and requests."""
         group = max(1, round(self.group * share)) if self.turns > 1 else 1
@@ -92,6 +98,11 @@ class Workload:
     @property
     def longest(self) -> int:
         return max(load.longest for load in self.loads)
+
+    def rehearsal(self, seconds: float) -> list[list[str]]:
+        """Returns the arguments of each load for so many seconds, with as many requests at a rate as come meanwhile."""
+        loads = [load if load.rate is None else load.during(seconds) for load in self.loads]
+        return replace(self, loads=tuple(loads)).arguments()
 
     def arguments(self, turn: int = 0) -> list[list[str]]:
         """Returns the arguments of each load; seeds differ, so that no two loads and turns have the same prompts."""
@@ -145,9 +156,8 @@ TINY = {
 def at_rate(workload: Workload, rate: float) -> Workload:
     """Returns a workload of one load as an open loop: requests arrive at a rate, for as long as it is measured."""
     (load,) = workload.loads
-    requests = max(load.group, math.ceil(rate * workload.seconds / load.group) * load.group)
     title = f"{workload.kind or workload.title.rpartition(', ')[0]}, {rate:g} a second"
-    loads = (replace(load, rate=rate, requests=requests),)
+    loads = (replace(load, rate=rate).during(workload.seconds),)
     return replace(workload, name=f"{workload.name}@{rate:g}", title=title, loads=loads)
 
 

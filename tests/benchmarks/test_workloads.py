@@ -77,6 +77,9 @@ def test_a_rate_is_an_open_loop_for_the_time_of_the_workload() -> None:
     (workload,) = chosen("chats@0.3", WORKLOADS, seconds=10)
     assert workload.loads[0].requests == 4, "whole groups"
     assert workload.title == "chats to 12K, six rounds, 0.3 a second"
+    (words,) = chosen("chats@1.5", WORKLOADS, seconds=60)[0].rehearsal(10)
+    assert words[words.index("--gsp-num-groups") + 1] == "4", "a rehearsal does not wait for those who come later"
+    assert WORKLOADS["mix"].rehearsal(10) == WORKLOADS["mix"].arguments()
     (workload,) = chosen("200@50", WORKLOADS, seconds=10)
     assert workload.title == "200 + 200 tokens, 50 a second"
 
