@@ -13,6 +13,8 @@ from pathlib import Path
 ENV = {"SGLANG_TRITON_LOAD_WARNING_THRESHOLD_GB": "1000000"}
 _KERNELS = Path(__file__).resolve().parent.parent / "sglang_kvq" / "kernels"
 _LOGGED = re.compile(r"Triton kernel '(\w+)' (?:took [\d.]+ s to compile|device-loaded) after serving started")
+#: SGLang's kernels that the plugin loads before it serves (``KVQuantAllocator.load_kernels``).
+_LOADED = frozenset({"alloc_extend_kernel", "alloc_decode_kernel"})
 _JITTED = re.compile(r"^@triton\.jit\b.*?^def (\w+)", re.M | re.S)
 
 
@@ -22,8 +24,8 @@ def late_kernels(log: str) -> list[str]:
 
 
 def own_late_kernels(log: str) -> list[str]:
-    """Returns those that are the plugin's: it loads all of its kernels before it serves."""
-    return [name for name in late_kernels(log) if name in _own()]
+    """Returns those that the plugin should have loaded before it served: all of its own, and some of SGLang's."""
+    return [name for name in late_kernels(log) if name in _own() | _LOADED]
 
 
 @cache

@@ -150,7 +150,7 @@ class TinyServer(Server):
             found.append("/server_info has no kv_quant")
         if not self.running:
             found.append("the server ended")
-        if late := late_kernels.own_late_kernels(self.log()):
+        if "--kv-quant" in self.command and (late := late_kernels.own_late_kernels(self.log())):
             found.append(f"it loaded kernels while it served: {', '.join(late)}")
         return found + [line for line in self.log().splitlines() if "leak detected" in line.lower()][:3]
 

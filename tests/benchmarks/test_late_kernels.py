@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,10 @@ LOG = (
 def test_names_are_listed_once_and_ours_are_told_apart():
     assert late_kernels.late_kernels(LOG) == ["_quantize_slots", "write_req_to_token_pool_triton"]
     assert own_late_kernels(LOG) == ["_quantize_slots"]
+    assert own_late_kernels(LOG.replace("write_req_to_token_pool_triton", "alloc_decode_kernel")) == [
+        "_quantize_slots",
+        "alloc_decode_kernel",
+    ]
     assert own_late_kernels("Triton kernel '_merge' is fine") == []
 
 
@@ -30,6 +35,11 @@ def test_every_kernel_of_the_package_is_known():
     launch = pytest.importorskip("sglang_kvq.sglang.doctor.kernels")
     launched = {name.rpartition(".")[2] for name in launch.kernels()}
     assert len(launched) > 15 and launched <= late_kernels._own()
+
+
+def test_the_allocators_kernels_are_those_that_it_loads():
+    paged = pytest.importorskip("sglang.srt.mem_cache.allocator.paged")
+    assert {name for name in vars(paged) if re.fullmatch("alloc_.*_kernel", name)} == late_kernels._LOADED
 
 
 def test_sglang_logs_these_lines():
