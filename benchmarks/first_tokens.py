@@ -3,6 +3,7 @@
     python benchmarks/first_tokens.py --out benchmarks/results/first_tokens_h100.json
     python benchmarks/first_tokens.py --after 4096 --out benchmarks/results/first_tokens_after_h100.json
     python benchmarks/first_tokens.py --methods none,oscar --eager --layers 12 --out FILE
+    python benchmarks/first_tokens.py --profile 512,1024 --out FILE
     python benchmarks/first_tokens.py --table --out FILE
 
 The servers run at the same time and differ only in their cache. ``--eager`` adds a server of each method that prefills
@@ -13,6 +14,8 @@ all prompts begin with the same N tokens, which are cached. Row ``first tokens, 
 ttft_TxN_ms     of N prompts of T new tokens that arrive at once: the median over rounds, of each round's slowest prompt
 quartiles_ms    first and third quartile of the same
 stages_ms       median ms until the prefill begins, until its result is ready, and until the first token is received
+profile_us      with ``--profile T``: for lone prompts of T new tokens, us of a prefill in which kernels run (``busy``)
+                and in which none runs (``idle``), and us and launches of each kernel
 """
 
 from __future__ import annotations
@@ -30,11 +33,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks import record
+from benchmarks import record, traces
 from benchmarks.bench_serving import servers
 from benchmarks.bench_serving.tables import first_tokens
 from benchmarks.capacity import MODEL, existing_folder, geometry_and_flags, name_of
-from benchmarks.serving import Client, Failed, Stream
+from benchmarks.serving import PROFILED, Client, Failed, Stream
 from sglang_kvq.errors import KVQuantError
 
 TOKENS, AT_ONCE = (64, 128, 256, 512, 1024), (1, 8)
@@ -83,6 +86,38 @@ def rounds(clients: Sequence[Client], after: int = 0, blocks: int = BLOCKS) -> I
             yield f"ttft_{tokens}x{count}", found
 
 
+def lengths(words: str | None) -> list[int]:
+    """Parses ``--profile``.
+
+    Raises:
+        KVQuantError: it is no list of numbers of tokens.
+    """
+    if words is None:
+        return []
+    found = [int(word) if word.isdecimal() else 0 for word in words.split(",")]
+    if not all(0 < tokens <= LONGEST for tokens in found):
+        raise KVQuantError(f"--profile {words}: give numbers of tokens up to {LONGEST}, such as 512,1024.")
+    return found
+
+
+def profile(client: Client, tokens: int, after: int = 0) -> Row:
+    """Returns ``traces.per_step`` of a server's prefills of lone prompts; ``after`` as for ``rounds``.
+
+    Raises:
+        FileNotFoundError: the profiler recorded nothing.
+    """
+    client.server.drain()
+    stored = client.prompt("stored", 0, after)
+    prompts = [stored + client.prompt(f"profile {tokens}", turn, tokens) for turn in range(PROFILED + 2)]
+    if after:
+        client.cache([stored])
+    client.run(prompts[:1], 1)
+    with tempfile.TemporaryDirectory() as folder:
+        client.server.request("/start_profile", {"output_dir": folder, "num_steps": PROFILED, "activities": ["GPU"]})
+        client.run(prompts[1:], 1, at_once=1)
+        return traces.per_step(traces.read_trace(Path(folder), wait=60), PROFILED, client.layers)
+
+
 def figures(named: dict[str, list[Stream]]) -> Row:
     """Returns a row's figures from the streams of each ``ttft_TxN``."""
     row: Row = {}
@@ -106,6 +141,7 @@ def main() -> None:
     parser.add_argument(
         "--blocks", type=int, default=BLOCKS, metavar="N", help=f"times {ROUNDS - 1} rounds; default %(default)s"
     )
+    parser.add_argument("--profile", metavar="TOKENS", help="lengths of prompts, such as 512,1024, that are profiled")
     parser.add_argument("--cpu", action="store_true", help="servers on the CPU engine: only shows that this works")
     parser.add_argument("--logs", type=Path, help="folder for logs; default a temporary one")
     parser.add_argument("--table", action="store_true", help="only print the table of --out")
@@ -116,6 +152,9 @@ def main() -> None:
     try:
         if args.blocks < 1:
             raise KVQuantError(f"--blocks {args.blocks}: it must be at least 1.")
+        profiled = lengths(args.profile)
+        if profiled and args.cpu:
+            raise KVQuantError("--profile: only a GPU's kernels are recorded. Leave it or --cpu out.")
         specs = servers.specs_of(args.methods)
     except KVQuantError as error:
         parser.error(str(error))
@@ -145,6 +184,7 @@ def main() -> None:
                 of_server[name] = mine
             medians = [statistics.median(1e3 * stream.ttft for stream in mine) for mine in found]
             print(f"{name:14}" + "".join(f"{ms:9.2f}" for ms in medians) + " ms", flush=True)
+        profiles = [{str(tokens): profile(client, tokens, args.after) for tokens in profiled} for client in clients]
     rows = [
         {
             "scenario": name_of(args.model, args.layers, f"first tokens, {label}"),
@@ -153,9 +193,10 @@ def main() -> None:
             "after": args.after,
             "rounds": args.blocks * (ROUNDS - 1),
             **figures(named),
+            **({"profile_us": kernels} if kernels else {}),
             **fact,
         }
-        for label, named, fact in zip(labels, streams, facts)
+        for label, named, fact, kernels in zip(labels, streams, facts, profiles)
     ]
     record.merge(args.out, "first_tokens", rows, key="scenario")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -42,6 +43,13 @@ def test_the_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyt
     monkeypatch.setattr(sys, "argv", ["first_tokens", "--table", "--out", str(out)])
     first_tokens.main()
     assert "| 2 of 64 tokens | " in capsys.readouterr().out
+    monkeypatch.setattr(first_tokens, "profile", lambda client, tokens, after: {"busy": tokens, "after": after})
+    paces = iter((0.01,))
+    words = f"first_tokens --layers 2 --methods none --blocks 1 --profile 64,512 --out {out}"
+    monkeypatch.setattr(sys, "argv", words.split())
+    first_tokens.main()
+    row = record.read_rows(out)[-1]
+    assert row["profile_us"] == {"64": {"busy": 64, "after": 0}, "512": {"busy": 512, "after": 0}}
 
 
 class Recorded:
@@ -73,6 +81,56 @@ class Answer:
 
     def __init__(self, since: int, ttft: float) -> None:
         self.since, self.ttft = since, ttft
+
+
+def test_a_profile_is_of_lone_prompts_of_which_none_is_cached(tmp_path, monkeypatch):
+    """The first prompt comes before the profile; all begin with the cached tokens."""
+    log: list[object] = []
+
+    class Client:
+        layers, server = (
+            3,
+            SimpleNamespace(
+                drain=lambda: log.append("drain"), request=lambda path, body: log.append((path, body["num_steps"]))
+            ),
+        )
+
+        def prompt(self, kind: str, index: int, tokens: int) -> list[object]:
+            return [(kind, index)] * tokens
+
+        def cache(self, prompts: list) -> None:
+            log.append(("cache", [len(prompt) for prompt in prompts]))
+
+        def run(self, prompts: list, tokens: int, at_once: int | None = None) -> None:
+            log.append((len(prompts), at_once, {len(prompt) for prompt in prompts}))
+            ends.extend(prompt[-1] for prompt in prompts)
+
+    ends: list[object] = []
+    monkeypatch.setattr(first_tokens.traces, "read_trace", lambda folder, wait: ["events"])
+    monkeypatch.setattr(first_tokens.traces, "per_step", lambda *found: found)
+    steps = first_tokens.PROFILED
+    assert first_tokens.profile(Client(), 5, after=2) == (["events"], steps, 3)
+    rest = (steps + 1, 1, {7})
+    assert log == ["drain", ("cache", [2]), (1, None, {7}), ("/start_profile", steps), rest]
+    assert len(set(ends)) == steps + 2
+    log.clear()
+    first_tokens.profile(Client(), 5)
+    assert log == ["drain", (1, None, {5}), ("/start_profile", steps), (steps + 1, 1, {5})]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--profile 512,x", "--profile 512,x: give numbers of tokens up to 2048"),
+        ("--profile 4096", "--profile 4096: give numbers"),
+        ("--profile 512 --cpu", "--profile: only a GPU's kernels"),
+    ],
+)
+def test_profiles_that_cannot_be(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words, message):
+    monkeypatch.setattr(sys, "argv", ["first_tokens", "--out", "x.json", *words.split()])
+    with pytest.raises(SystemExit):
+        first_tokens.main()
+    assert message in capsys.readouterr().err
 
 
 def test_no_blocks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
