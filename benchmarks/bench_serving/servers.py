@@ -25,6 +25,8 @@ from sglang_kvq.sglang.observe import QUIET
 #: Tokens per event of a stream; with many tokens, neither server's nor client's Python dominates the measurement.
 EVENT = 8
 RECENT_MIN = "--kv-quant-recent-min"
+#: Tokens that a chat template may add to a conversation; a text's tokens may also be more than it was made of.
+TEMPLATE = 512
 #: Extra seconds for the check that an idle server makes.
 GRACE = 5.0
 
@@ -107,7 +109,7 @@ def server(spec: MethodSpec, setup: Setup, tokenizer: Path, context: int, folder
     """
     _, cut = geometry_and_flags(setup.model, setup.layers)
     flags = ["--tokenizer-path", str(tokenizer), "--enable-metrics", "--stream-interval", str(EVENT)]
-    flags += ["--random-seed", "0", "--skip-server-warmup", "--context-length", str(context + 64), *cut]
+    flags += ["--random-seed", "0", "--skip-server-warmup", "--context-length", str(context + TEMPLATE), *cut]
     flags += [] if setup.has_weights else ["--load-format", "dummy"]
     flags += [*setup.shared, *method_flags(spec, setup, folder)]
     env = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1", "HF_HUB_OFFLINE": "1"}

@@ -130,6 +130,11 @@ def test_flags_of_methods(tmp_path: Path) -> None:
     assert servers.label(parse_method("none"), small) == "none"
 
 
+def test_a_conversation_fits_with_what_a_chat_template_adds(tmp_path: Path) -> None:
+    words = servers.server(parse_method("none"), setup(), tmp_path, 300, tmp_path).command
+    assert int(words[words.index("--context-length") + 1]) >= 300 + 256
+
+
 def test_a_method_has_no_chunk_size_of_its_own() -> None:
     with pytest.raises(KVQuantError, match="Leave out what follows #"):
         servers.specs_of("none,oscar#128")
