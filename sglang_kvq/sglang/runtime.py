@@ -46,7 +46,7 @@ class Allocator(Protocol):
     def check_integrity(self) -> None:
         """Raises RuntimeError if pool and allocator disagree."""
 
-    def load_kernels(self, most: int) -> None:
+    def load_kernels(self, most: int, drafts: bool) -> None:
         """Loads the kernels for batches of up to ``most`` requests, so that no request waits for the compiler."""
 
 

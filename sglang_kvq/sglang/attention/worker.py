@@ -56,7 +56,8 @@ def create_backend(model_runner: ModelRunner) -> AttentionBackend:
     scores = config.episodic is not None and config.episodic.policy == EPICACHE
     ops = create_ops(model_runner, pool, rotations, state.layer_ids, scores)
     if pool.device.type != "cpu":
-        state.allocator.load_kernels(model_runner.req_to_token_pool.size)
+        drafts = compat.drafts(model_runner.server_args) > 0
+        state.allocator.load_kernels(model_runner.req_to_token_pool.size, drafts)
     state.tiers = tiers = create_tiers(pool, config, ops, compat.step_tokens(model_runner.server_args))
     if config.episodic is not None:
         config.episodic.check_cache(pool.pages * PAGE_SIZE)

@@ -176,6 +176,9 @@ def test_kernels_are_loaded_for_every_size_of_batch(allocator, monkeypatch):
     long, rows = torch.int64, torch.int32
     for kind, types in (("extend", [long] * 5), ("decode", [long, rows, long, long])):
         assert launched[kind] == [(size, size, P, types) for size in (1, 2, 4, 8)], kind
+    launched["extend"].clear(), launched["decode"].clear()
+    allocator.load_kernels(1, drafts=True)
+    assert launched == {"extend": [(1, 1, P, [long] * 5), (1, 1, P, [rows] * 3 + [long] * 2)], "decode": []}
     for most, sizes in ((1, 1), (2, 2), (1024, 11), (1025, 12)):
         launched["decode"].clear()
         monkeypatch.setattr(allocator, "free_pages", torch.arange(1, 5000))
