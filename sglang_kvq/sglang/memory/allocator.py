@@ -77,6 +77,9 @@ class KVQuantAllocator(PagedTokenToKVPoolAllocator):
             on_device, first = lens.to(self.device), torch.arange(1 << bits, device=self.device) * self.page_size
             # Requests of one token, which get no more; then each one's second token, in the page of its first.
             pages.alloc_extend(self, on_device, lens, on_device, lens, first, 0)
+            if bits == 0:  # a decode server's last location may be anywhere in a tensor, so Triton assumes no alignment
+                inside = torch.zeros(2, dtype=torch.int64, device=self.device)[1:]
+                pages.alloc_extend(self, on_device, lens, on_device, lens, inside, 0)
             if drafts:
                 pages.alloc_extend(self, on_device.int(), lens.int(), on_device.int(), lens.int(), first.int(), 0)
             else:

@@ -151,7 +151,7 @@ def test_integrity_of_a_cache_in_use(allocator):
 
 def test_kernels_are_loaded_for_every_size_of_batch(allocator, monkeypatch):
     """No page is taken, and each kernel sees the types and the page size that SGLang's scheduler gives it."""
-    launched = {"extend": [], "decode": []}
+    launched, offsets = {"extend": [], "decode": []}, set()
 
     class Kernel:
         def __init__(self, kind: str) -> None:
@@ -162,6 +162,7 @@ def test_kernels_are_loaded_for_every_size_of_batch(allocator, monkeypatch):
                 *tensors, upper, page = args
                 types = [x.dtype for x in tensors]
                 launched[self.kind].append((*grid, upper, page, types))
+                offsets.update(x.storage_offset() for x in tensors[:-2])
                 (tensors[-1] if self.kind == "decode" else torch.empty(0)).copy_(torch.arange(len(tensors[-1])))
 
             return launch
@@ -174,11 +175,13 @@ def test_kernels_are_loaded_for_every_size_of_batch(allocator, monkeypatch):
     allocator.load_kernels(5)
     assert torch.equal(allocator.free_pages, free) and recorded() == []
     long, rows = torch.int64, torch.int32
-    for kind, types in (("extend", [long] * 5), ("decode", [long, rows, long, long])):
-        assert launched[kind] == [(size, size, P, types) for size in (1, 2, 4, 8)], kind
+    assert launched["extend"] == [(size, size, P, [long] * 5) for size in (1, 1, 2, 4, 8)]
+    assert launched["decode"] == [(size, size, P, [long, rows, long, long]) for size in (1, 2, 4, 8)]
+    assert offsets == {0, 1}, "one request's last location is not aligned"
     launched["extend"].clear(), launched["decode"].clear()
     allocator.load_kernels(1, drafts=True)
-    assert launched == {"extend": [(1, 1, P, [long] * 5), (1, 1, P, [rows] * 3 + [long] * 2)], "decode": []}
+    new, drafted = [long] * 5, [rows] * 3 + [long] * 2
+    assert launched == {"extend": [(1, 1, P, types) for types in (new, new, drafted)], "decode": []}
     for most, sizes in ((1, 1), (2, 2), (1024, 11), (1025, 12)):
         launched["decode"].clear()
         monkeypatch.setattr(allocator, "free_pages", torch.arange(1, 5000))
