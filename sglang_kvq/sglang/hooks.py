@@ -243,7 +243,7 @@ _SCHEDULER: tuple[Hook, ...] = (
          "pages of prompts, and of a shared memory"),
     call(f"{_PAGED}.PagedTokenToKVPoolAllocator.merge_and_sort_free()", "pages of prompts"),
     subclass(f"{_PAGED}.PagedTokenToKVPoolAllocator.alloc_decode(seq_lens, seq_lens_cpu, last_loc)",
-         "pages of a shared memory", only=NEW_TREE),
+         "pages of a shared memory, and a kernel that is loaded before requests need it"),
     subclass("mem_cache.allocator.base.BaseTokenToKVPoolAllocator.create_prefill_budget("
          "tree_cache, num_mixed_decode_tokens)", "admission by what windows take", only=NEW_TREE),
     subclass("mem_cache.allocator.base.BaseTokenToKVPoolAllocator.evict_to_free_tokens(tree_cache, num_tokens)",
