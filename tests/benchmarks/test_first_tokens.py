@@ -83,7 +83,7 @@ class Answer:
         self.since, self.ttft = since, ttft
 
 
-def test_a_profile_is_of_lone_prompts_of_which_none_is_cached(tmp_path, monkeypatch):
+def test_a_profile_is_of_lone_prompts_of_which_none_is_cached(monkeypatch, capsys):
     """The first prompt comes before the profile; all begin with the cached tokens."""
     log: list[object] = []
 
@@ -116,6 +116,13 @@ def test_a_profile_is_of_lone_prompts_of_which_none_is_cached(tmp_path, monkeypa
     log.clear()
     first_tokens.profile(Client(), 5)
     assert log == ["drain", (1, None, {5}), ("/start_profile", steps), (steps + 1, 1, {5})]
+
+    def nothing(folder, wait):
+        raise FileNotFoundError(f"{folder}: no trace")
+
+    monkeypatch.setattr(first_tokens.traces, "read_trace", nothing)
+    assert first_tokens.profile(Client(), 5) == {}
+    assert "no profile of 5 tokens: " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
