@@ -33,7 +33,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks import record, traces
+from benchmarks import record
 from benchmarks.bench_serving import servers
 from benchmarks.bench_serving.tables import first_tokens
 from benchmarks.capacity import MODEL, existing_folder, geometry_and_flags, name_of
@@ -41,10 +41,9 @@ from benchmarks.serving import PROFILED, Client, Failed, Stream
 from sglang_kvq.errors import KVQuantError
 
 TOKENS, AT_ONCE = (64, 128, 256, 512, 1024), (1, 8)
-#: Rounds from one emptied cache to the next, of which the first does not count; blocks of such rounds before those that
-#: count.
-ROUNDS, BEFORE = 6, 1
-BLOCKS = 8
+#: Rounds from one emptied cache to the next, of which the first does not count; blocks of such rounds that count unless
+#: ``--blocks`` says otherwise, and blocks before them.
+ROUNDS, BLOCKS, BEFORE = 6, 8, 1
 #: Longest request, and the flags of all servers: several fit on one GPU.
 LONGEST = 2048
 SHARED = ("--mem-fraction-static", "0.9", "--max-running-requests", "16")
@@ -112,14 +111,11 @@ def profile(client: Client, tokens: int, after: int = 0) -> Row:
     if after:
         client.cache([stored])
     client.run(prompts[:1], 1)
-    with tempfile.TemporaryDirectory() as folder:
-        client.server.request("/start_profile", {"output_dir": folder, "num_steps": PROFILED, "activities": ["GPU"]})
-        client.run(prompts[1:], 1, at_once=1)
-        try:
-            return traces.per_step(traces.read_trace(Path(folder), wait=60), PROFILED, client.layers)
-        except FileNotFoundError as error:  # what was measured before is worth keeping
-            print(f"no profile of {tokens} tokens: {error}", flush=True)
-            return {}
+    try:
+        return client.trace(lambda: client.run(prompts[1:], 1, at_once=1))
+    except Failed as error:  # what was measured before is worth keeping
+        print(f"no profile of {tokens} tokens: {error}", flush=True)
+        return {}
 
 
 def figures(named: dict[str, list[Stream]]) -> Row:

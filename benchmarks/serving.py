@@ -57,6 +57,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -211,14 +212,23 @@ class Client:
         """
         self.streams = []
         answers, begun = (self.run, any) if prefills else (self.decode, all)
-        with ThreadPoolExecutor(1) as pool, tempfile.TemporaryDirectory() as folder:
+        with ThreadPoolExecutor(1) as pool:
             running = pool.submit(answers, prompts, tokens)
             while not running.done() and (
                 len(self.streams) < len(prompts) or not begun(s.events for s in self.streams)
             ):
                 time.sleep(0.02)
+            return self.trace(running.result)
+
+    def trace(self, work: Callable[[], object]) -> dict:
+        """Returns ``traces.per_step`` for the first ``PROFILED`` steps that the server makes during some work.
+
+        Raises:
+            Failed: the profiler recorded nothing.
+        """
+        with tempfile.TemporaryDirectory() as folder:
             self.server.request("/start_profile", {"output_dir": folder, "num_steps": PROFILED, "activities": ["GPU"]})
-            running.result()
+            work()
             try:
                 return traces.per_step(traces.read_trace(Path(folder), wait=60), PROFILED, self.layers)
             except FileNotFoundError as error:

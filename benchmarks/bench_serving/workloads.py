@@ -83,7 +83,6 @@ class Workload:
         seconds: time limit; the measurement ends then, whatever is left.
         ttft, tpot: limits of goodput, in milliseconds.
         repeat: times to measure it, each with other prompts.
-        kind: what its title at a rate begins with; empty for the title up to its last comma.
     """
 
     name: str
@@ -93,7 +92,6 @@ class Workload:
     ttft: float
     tpot: float = 50.0
     repeat: int = 1
-    kind: str = ""
 
     @property
     def longest(self) -> int:
@@ -130,11 +128,11 @@ WORKLOADS = {
         Workload("1k", "1K + 256, 512 clients", (_SINGLE["1k"],), 180, 2000),
         Workload("8k", "8K + 512, 256 clients", (_SINGLE["8k"],), 240, 10_000),
         Workload("48k", "48K + 512, 48 clients", (_SINGLE["48k"],), 240, 30_000),
-        Workload("chats", "64 chats to 12K, six rounds", (_chats(64),), 180, 5000, kind="chats to 12K, six rounds"),
+        Workload("chats", "64 chats to 12K, six rounds", (_chats(64),), 180, 5000),
         Workload("mix", "all of these, a quarter each", _PARTS, 180, 10_000),
         # At a rate, chats whose answers are equally long fall into step: those that one batch began end in one step,
         # and so their next turns come together, too.
-        Workload("varied", "64 chats of 6K to 12K", (_chats(64, 0.5),), 180, 5000, kind="chats of 6K to 12K"),
+        Workload("varied", "64 chats of 6K to 12K", (_chats(64, 0.5),), 180, 5000),
     )
 }
 #: Small versions for a CPU, which only show that everything works.
@@ -156,7 +154,9 @@ TINY = {
 def at_rate(workload: Workload, rate: float) -> Workload:
     """Returns a workload of one load as an open loop: requests arrive at a rate, for as long as it is measured."""
     (load,) = workload.loads
-    title = f"{workload.kind or workload.title.rpartition(', ')[0]}, {rate:g} a second"
+    # Titles begin with the number of chats, or end with that of other clients; at a rate there is no such number.
+    kind = workload.title.removeprefix(f"{load.clients} ").removesuffix(f", {load.clients:,} clients")
+    title = f"{kind}, {rate:g} a second"
     loads = (replace(load, rate=rate).during(workload.seconds),)
     return replace(workload, name=f"{workload.name}@{rate:g}", title=title, loads=loads)
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks import first_tokens, record
+from benchmarks import first_tokens, record, traces
 from benchmarks.bench_serving.tables import first_tokens as table
 from tests.benchmarks.test_workloads import Streaming
 
@@ -88,11 +88,9 @@ def test_a_profile_is_of_lone_prompts_of_which_none_is_cached(monkeypatch, capsy
     log: list[object] = []
 
     class Client:
-        layers, server = (
-            3,
-            SimpleNamespace(
-                drain=lambda: log.append("drain"), request=lambda path, body: log.append((path, body["num_steps"]))
-            ),
+        layers, trace = 3, first_tokens.Client.trace
+        server = SimpleNamespace(
+            drain=lambda: log.append("drain"), request=lambda path, body: log.append((path, body["num_steps"]))
         )
 
         def prompt(self, kind: str, index: int, tokens: int) -> list[object]:
@@ -106,8 +104,8 @@ def test_a_profile_is_of_lone_prompts_of_which_none_is_cached(monkeypatch, capsy
             ends.extend(prompt[-1] for prompt in prompts)
 
     ends: list[object] = []
-    monkeypatch.setattr(first_tokens.traces, "read_trace", lambda folder, wait: ["events"])
-    monkeypatch.setattr(first_tokens.traces, "per_step", lambda *found: found)
+    monkeypatch.setattr(traces, "read_trace", lambda folder, wait: ["events"])
+    monkeypatch.setattr(traces, "per_step", lambda *found: found)
     steps = first_tokens.PROFILED
     assert first_tokens.profile(Client(), 5, after=2) == (["events"], steps, 3)
     rest = (steps + 1, 1, {7})
@@ -120,7 +118,7 @@ def test_a_profile_is_of_lone_prompts_of_which_none_is_cached(monkeypatch, capsy
     def nothing(folder, wait):
         raise FileNotFoundError(f"{folder}: no trace")
 
-    monkeypatch.setattr(first_tokens.traces, "read_trace", nothing)
+    monkeypatch.setattr(traces, "read_trace", nothing)
     assert first_tokens.profile(Client(), 5) == {}
     assert "no profile of 5 tokens: " in capsys.readouterr().out
 

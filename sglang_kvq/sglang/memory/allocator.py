@@ -62,28 +62,30 @@ class KVQuantAllocator(PagedTokenToKVPoolAllocator):
         """Locations of a page's tokens, counted from the first one."""
         return torch.arange(self.page_size, device=self.device)
 
-    def load_kernels(self, most: int, drafts: bool = False) -> None:
+    def load_kernels(self, most: int, drafts: bool) -> None:
         """Compiles and loads SGLang's kernels for batches of up to ``most`` requests on a GPU; allocates nothing.
 
         SGLang has a kernel for each power of two, and would compile it when the first such batch arrives, which then
-        waits for about a tenth of a second. Plain SGLang needs none of them, because its pages have one token.
+        waits: about 100 ms, says SGLang's source. Plain SGLang needs none of them, because its pages have one token.
 
         Args:
             drafts: with speculative decoding, for which SGLang has lengths and locations of 32 bits.
         """
         pages = PagedTokenToKVPoolAllocator
+
+        def extend(lens: torch.Tensor, last: torch.Tensor) -> None:
+            pages.alloc_extend(self, lens, lens.cpu(), lens, lens.cpu(), last, 0)  # requests that get no more tokens
+
+        one = torch.ones(1, dtype=torch.int64, device=self.device)
+        extend(one, one.new_zeros(2)[1:])  # a decode server's last location may be anywhere, so it is not aligned
         for bits in range(max(most - 1, 0).bit_length() + 1):
-            lens = torch.ones(1 << bits, dtype=torch.int64)
-            on_device, first = lens.to(self.device), torch.arange(1 << bits, device=self.device) * self.page_size
-            # Requests of one token, which get no more; then each one's second token, in the page of its first.
-            pages.alloc_extend(self, on_device, lens, on_device, lens, first, 0)
-            if bits == 0:  # a decode server's last location may be anywhere in a tensor, so Triton assumes no alignment
-                inside = torch.zeros(2, dtype=torch.int64, device=self.device)[1:]
-                pages.alloc_extend(self, on_device, lens, on_device, lens, inside, 0)
+            lens = one.repeat(1 << bits)
+            first = torch.arange(1 << bits, device=self.device) * self.page_size
+            extend(lens, first)
             if drafts:
-                pages.alloc_extend(self, on_device.int(), lens.int(), on_device.int(), lens.int(), first.int(), 0)
-            else:
-                pages.alloc_decode(self, on_device + 1, lens + 1, first.int())  # SGLang's rows have 32 bits
+                extend(lens.int(), first.int())
+            else:  # a second token in the page of the first; SGLang's rows have 32 bits
+                pages.alloc_decode(self, lens + 1, lens.cpu() + 1, first.int())
 
     def check_integrity(self) -> None:
         """Raises RuntimeError if pool and allocator disagree. Waits for the device."""

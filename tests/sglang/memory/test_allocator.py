@@ -172,7 +172,7 @@ def test_kernels_are_loaded_for_every_size_of_batch(allocator, monkeypatch):
     monkeypatch.setattr(allocator, "use_triton_kernels", True, raising=False)
     monkeypatch.setattr(allocator, "debug_mode", True)  # SGLang checks that lengths and locations fit together
     free = allocator.free_pages.clone()
-    allocator.load_kernels(5)
+    allocator.load_kernels(5, drafts=False)
     assert torch.equal(allocator.free_pages, free) and recorded() == []
     long, rows = torch.int64, torch.int32
     assert launched["extend"] == [(size, size, P, [long] * 5) for size in (1, 1, 2, 4, 8)]
@@ -185,5 +185,5 @@ def test_kernels_are_loaded_for_every_size_of_batch(allocator, monkeypatch):
     for most, sizes in ((1, 1), (2, 2), (1024, 11), (1025, 12)):
         launched["decode"].clear()
         monkeypatch.setattr(allocator, "free_pages", torch.arange(1, 5000))
-        allocator.load_kernels(most)
+        allocator.load_kernels(most, drafts=False)
         assert len(launched["decode"]) == sizes, most
