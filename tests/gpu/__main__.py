@@ -4,7 +4,8 @@
 
 It needs SGLang, this checkout and a GPU. Models are tiny, random and made here; nothing is downloaded or installed.
 CUDA graphs and overlap scheduling are on. With two GPUs (``--gpus 2``, or as many as the host has) it also runs tensor
-and data parallelism. ``--device cpu`` runs smaller cases on SGLang's CPU engine, to show that this program works.
+and data parallelism and pipeline stages. ``--device cpu`` runs smaller cases on SGLang's CPU engine, to show that this
+program works.
 
 The exit status is 0 if every case passed. A case that did not run in time has failed.
 """
@@ -55,6 +56,7 @@ NOT_ENDED = {
     "case": "",
     "tp": 1,
     "dp": 1,
+    "pp": 1,
     "passed": False,
     "max_logprob_diff": None,
     "noise": None,
@@ -81,18 +83,25 @@ class Layout:
     tp: int = 1
     dp: int = 1
     flags: tuple[str, ...] = ()
+    stages: int = 1
+
+    @property
+    def gpus(self) -> int:
+        return self.tp * self.stages
 
     def command(self) -> list[str]:
-        if self.tp == 1:
+        if self.gpus == 1:
             return []
         # NCCL only: multicast and peer memory are not under test, and not every host supports them.
         return [
-            *("--tp-size", str(self.tp), "--dp-size", str(self.dp), "--disable-custom-all-reduce"),
-            *("--enforce-disable-flashinfer-allreduce-fusion", *self.flags),
+            *("--tp-size", str(self.tp), "--dp-size", str(self.dp), "--pp-size", str(self.stages)),
+            *("--disable-custom-all-reduce", "--enforce-disable-flashinfer-allreduce-fusion", *self.flags),
         ]
 
 
 ONE = Layout()
+#: Two pipeline stages, whose micro-batches take turns.
+STAGES = Layout("stages", stages=2)
 NO_VARIABLES: Mapping[str, str] = MappingProxyType({})
 SPREAD = (
     ("llama", Layout("tp 2", 2)),
@@ -101,7 +110,11 @@ SPREAD = (
     ("gpt_oss", Layout("tp 2", 2)),
     ("glm4_moe", Layout("padded tokens", 2, 1, ("--moe-dense-tp-size", "1"))),
     ("glm4_moe", Layout("dp attention, padded", 4, 2, ("--enable-dp-attention", "--moe-dense-tp-size", "1"))),
+    ("llama", STAGES),
+    ("qwen3_moe", STAGES),
 )
+#: Crowded servers with pipeline stages.
+STAGED = ("crowd in stages", "pressed in stages")
 
 
 class Suite:
@@ -147,6 +160,7 @@ class Suite:
             "case": f"{layout.name}: {case}" if layout.name else case,
             "tp": layout.tp,
             "dp": layout.dp,
+            "pp": layout.stages,
             "passed": bool(passed),
             "max_logprob_diff": round(found.max, 4),
             "mean_logprob_diff": round(found.mean, 5),
@@ -171,8 +185,8 @@ class Suite:
     ) -> TinyServer:
         with self.lock:
             # Servers with one GPU take the GPUs in turn; others take the first ones.
-            gpus = list(range(layout.tp)) if layout.tp > 1 else [self.turn % max(self.gpus, 1)]
-            self.turn += layout.tp == 1
+            gpus = list(range(layout.gpus)) if layout.gpus > 1 else [self.turn % max(self.gpus, 1)]
+            self.turn += layout.gpus == 1
             path = model.write(self.folder)  # two servers of a model may start at once
         graphs = () if self.cpu else (*GRAPHS, flags[flags.index("--max-running-requests") + 1])
         log = self.folder / "logs" / f"{name}.log"
@@ -320,7 +334,14 @@ class Suite:
             ),
             "hybrid": ([*self.cases.pressed_flags(), *SERVER_FLAGS], crowd.hybrid, crowd.PRESSED),
             "mixed": (self.cases.mixed_flags(), crowd.mixed, {}),
+            "crowd in stages": (self.cases.crowd_flags(), crowd.crowd, {}),
+            "pressed in stages": (
+                self.cases.pressed_flags(sessions=False),
+                partial(crowd.pressed, sessions=False),
+                crowd.PRESSED,
+            ),
         }[name]
+        layout = STAGES if name in STAGED else ONE
         family = self.case_model(name)
         few, many = (6, 18) if family == HYBRID_MODEL else (4, 16)  # a hybrid's layers form a pattern that repeats
         model = replace(MODELS[family], name=f"{family}_deep", layers=few if self.cpu else many)
@@ -330,10 +351,10 @@ class Suite:
             for case, passed, found, bound, more in steps(server, self.cases, self.deadline - 30):
                 if "drafts" in name:
                     case = f"with drafts: {case}"
-                self.add(model.name, case, ONE, passed, time.monotonic() - last[0], found, bound, more)
+                self.add(model.name, case, layout, passed, time.monotonic() - last[0], found, bound, more)
                 last[0] = time.monotonic()
 
-        self.serve(name, model, flags, use, env=env)
+        self.serve(name, model, flags, use, layout, env)
 
     def case_model(self, name: str) -> str:
         """Returns the model of a crowded server."""
@@ -375,11 +396,15 @@ class Suite:
                 for name in ("crowd with drafts", "pressed with drafts")
             ]
         spread = []
-        for name, layout in sorted(SPREAD, key=lambda entry: -entry[1].tp):  # the slowest to start come first
-            if layout.tp <= self.gpus and wanted("parallel", layout.name):
+        for name, layout in sorted(SPREAD, key=lambda entry: -entry[1].gpus):  # the slowest to start come first
+            if layout.gpus <= self.gpus and wanted("parallel", layout.name, f"{layout.name} {name}"):
                 for method in ("none", "int4"):
                     task = lambda name=name, layout=layout, method=method: self.family(MODELS[name], layout, method)  # noqa: E731
                     spread.append((name, f"{layout.name}, {method}", task))
+        if STAGES.gpus <= self.gpus:
+            spread += [
+                (CASE_MODEL, name, lambda name=name: self.case(name)) for name in STAGED if wanted("parallel", name)
+            ]
         return [*ours, *plain, *cases, *spread, *later]
 
     def run(self) -> bool:
@@ -458,9 +483,10 @@ def main(words: Sequence[str] | None = None) -> int:
         "--only",
         default="",
         help="some of: newcomer, model names, families, crowd, pressed, windows, hybrid, mixed, adapters, cases, "
-        "speculation, spec_gpt_oss, spec_qwen3_next, parallel; comma-separated",
+        "speculation, spec_gpt_oss, spec_qwen3_next, parallel, or some of it: tp 2, dp attention, stages, "
+        "crowd in stages, pressed in stages; comma-separated",
     )
-    parser.add_argument("--gpus", type=int, help="number of GPUs to use; default all")
+    parser.add_argument("--gpus", type=int, help="number of GPUs to use, or of a CPU's workers; default all GPUs")
     parser.add_argument(
         "--minutes",
         type=float,
@@ -481,7 +507,7 @@ def main(words: Sequence[str] | None = None) -> int:
     names = gpu_names() if args.device == "cuda" else []
     if args.device == "cuda" and not names:
         raise SystemExit("no GPU: nvidia-smi lists none. --device cpu tries the program on SGLang's CPU engine.")
-    gpus = min(args.gpus or len(names), len(names))
+    gpus = min(args.gpus or len(names), len(names)) if args.device == "cuda" else args.gpus or 0
     # A signal ends the servers too, although each is in its own process group.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with tempfile.TemporaryDirectory(prefix="kvq-gpu-", ignore_cleanup_errors=True) as temporary:
