@@ -8,7 +8,8 @@ every segment. ``rotate`` converts to the rotated basis and ``rotate_output`` co
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -114,9 +115,15 @@ class AttentionOps(ABC):
         """Returns whether a CUDA graph with such tables is expected to run a batch faster than layer by layer."""
         return False
 
-    def own_buffers(self) -> AbstractContextManager[None]:
-        """Keeps buffers that layers share out of a CUDA graph that is captured meanwhile; the graph has its own."""
+    def in_capture(self) -> AbstractContextManager[None]:
+        """Prepares for a CUDA graph that is captured meanwhile: it gets buffers of its own, which its layers share."""
         return nullcontext()
+
+    @contextmanager
+    def beside(self, work: Callable[[], None]) -> Iterator[None]:
+        """Does work of a layer that the body does not need: beside the body in a CUDA graph, before it elsewhere."""
+        work()
+        yield
 
     @abstractmethod
     def rotate(

@@ -145,6 +145,8 @@ class TritonOps(AttentionOps):
         self._extend_plans: BatchPlans | None = None
         self._rotated: tuple[torch.Tensor | None, ...] = (None, None, None)
         self._graph_space: torch.Tensor | None = None
+        self._branch: torch.cuda.Stream | None = None  # of graphs, for work beside attention
+        self._capturing = False
         self._outgrown: list[object] = []  # buffers whose addresses CUDA graphs may hold
         self._verifications: dict[int, Verification] = {}  # by the number of drafts
         self.max_batch = 0
@@ -210,12 +212,34 @@ class TritonOps(AttentionOps):
         return next_power_of_2(requests), requests * max(drafts, 1) <= FEW_TOKENS, *chunks
 
     @contextmanager
-    def own_buffers(self) -> Iterator[None]:
+    def in_capture(self) -> Iterator[None]:
         shared, self._rotated = self._rotated, (None, None, None)
+        if self._branch is None and self.pool.device.type == "cuda":
+            self._branch = torch.cuda.Stream(self.pool.device)
+        self._capturing = True
         try:
             yield
         finally:
-            self._rotated = shared
+            self._rotated, self._capturing = shared, False
+
+    @contextmanager
+    def beside(self, work: Callable[[], None]) -> Iterator[None]:
+        """Does work on a stream of its own while a graph is captured; the graph joins it before the layer's next step.
+
+        A short prompt's kernels that store tokens are too small to fill the GPU, and so is its attention.
+        """
+        if not self._capturing or self._branch is None:
+            work()
+            yield
+            return
+        stream = torch.cuda.current_stream()
+        self._branch.wait_stream(stream)
+        with torch.cuda.stream(self._branch):
+            work()
+        try:
+            yield
+        finally:
+            stream.wait_stream(self._branch)
 
     def rotate(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from types import SimpleNamespace
 
 import pytest
@@ -251,6 +253,44 @@ def test_continued_prompts_are_answered_as_by_sglangs_graphs(uncaptured, monkeyp
         assert torch.equal(mine, theirs)
     for model in (whole, parts):
         check_integrity(model.tiers)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_work_beside_attention_begins_after_its_inputs_and_ends_with_the_layer(monkeypatch, fails):
+    log: list[object] = []
+
+    class Stream:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def wait_stream(self, other: Stream) -> None:
+            log.append((self.name, "waits for", other.name))
+
+    @contextmanager
+    def on(stream: Stream) -> Iterator[None]:
+        log.append(("on", stream.name))
+        yield
+        log.append(("off", stream.name))
+
+    ops = Model(P, True).ops
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: Stream("main"))
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    ops._branch = Stream("branch")
+    with ops.beside(lambda: log.append("stored")):  # outside a capture
+        assert log == ["stored"]
+    log.clear()
+    with ops.in_capture(), suppress(ArithmeticError), ops.beside(lambda: log.append("stored")):
+        log.append("attends")
+        if fails:
+            raise ArithmeticError
+    assert log == [
+        ("branch", "waits for", "main"),
+        ("on", "branch"),
+        "stored",
+        ("off", "branch"),
+        "attends",
+        ("main", "waits for", "branch"),
+    ]
 
 
 def test_long_and_many_continued_prompts_keep_sglangs_graphs(uncaptured):

@@ -72,7 +72,7 @@ class WholeGraph(ABC):
         self.fill(batch)
         backend.plan_graph(batch, self._direct[1])
         run()
-        with backend.ops.own_buffers():
+        with backend.ops.in_capture():
             self._replay = captured(run, pool, stream)
 
     def replay(self) -> None:
