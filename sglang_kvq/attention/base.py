@@ -8,8 +8,8 @@ every segment. ``rotate`` converts to the rotated basis and ``rotate_output`` co
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -119,11 +119,16 @@ class AttentionOps(ABC):
         """Prepares for a CUDA graph that is captured meanwhile: it gets buffers of its own, which its layers share."""
         return nullcontext()
 
-    @contextmanager
-    def beside(self, work: Callable[[], None]) -> Iterator[None]:
-        """Does work of a layer that the body does not need: beside the body in a CUDA graph, before it elsewhere."""
+    def beside(self, work: Callable[[], None], *reads: torch.Tensor) -> None:
+        """Does work of a layer that no layer waits for. In a CUDA graph it runs beside what follows until ``join``.
+
+        Args:
+            reads: tensors that the work reads.
+        """
         work()
-        yield
+
+    def join(self) -> None:  # noqa: B027
+        """Waits for the work of ``beside``. A layer calls it before its own, and a graph at its end."""
 
     @abstractmethod
     def rotate(

@@ -147,6 +147,7 @@ class TritonOps(AttentionOps):
         self._graph_space: torch.Tensor | None = None
         self._branch: torch.cuda.Stream | None = None  # of graphs, for work beside attention
         self._capturing = False
+        self._read: tuple[torch.Tensor, ...] | None = None  # by the branch; None if the graph has joined it
         self._outgrown: list[object] = []  # buffers whose addresses CUDA graphs may hold
         self._verifications: dict[int, Verification] = {}  # by the number of drafts
         self.max_batch = 0
@@ -220,26 +221,25 @@ class TritonOps(AttentionOps):
         try:
             yield
         finally:
-            self._rotated, self._capturing = shared, False
+            self._rotated, self._capturing, self._read = shared, False, None
 
-    @contextmanager
-    def beside(self, work: Callable[[], None]) -> Iterator[None]:
-        """Does work on a stream of its own while a graph is captured; the graph joins it before the layer's next step.
+    def beside(self, work: Callable[[], None], *reads: torch.Tensor) -> None:
+        """Does work on a stream of its own while a graph is captured.
 
-        A short prompt's kernels that store tokens are too small to fill the GPU, and so is its attention.
+        The kernels that store a short prompt's tokens are too small to fill the GPU.
         """
         if not self._capturing or self._branch is None:
             work()
-            yield
             return
-        stream = torch.cuda.current_stream()
-        self._branch.wait_stream(stream)
+        self._branch.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._branch):
             work()
-        try:
-            yield
-        finally:
-            stream.wait_stream(self._branch)
+        self._read = reads  # kept, so that the graph does not use their memory for other tensors meanwhile
+
+    def join(self) -> None:
+        if self._read is not None and self._branch is not None:
+            torch.cuda.current_stream().wait_stream(self._branch)
+            self._read = None
 
     def rotate(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor

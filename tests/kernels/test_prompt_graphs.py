@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -255,8 +255,10 @@ def test_continued_prompts_are_answered_as_by_sglangs_graphs(uncaptured, monkeyp
         check_integrity(model.tiers)
 
 
-@pytest.mark.parametrize("fails", [False, True])
-def test_work_beside_attention_begins_after_its_inputs_and_ends_with_the_layer(monkeypatch, fails):
+def test_tokens_are_stored_on_a_branch_that_each_layer_and_the_graph_join(uncaptured, monkeypatch):
+    """A layer joins the branch before it starts its own work there; what the branch reads is kept until then."""
+    from sglang_kvq.sglang.attention import prompt_graphs
+
     log: list[object] = []
 
     class Stream:
@@ -264,33 +266,47 @@ def test_work_beside_attention_begins_after_its_inputs_and_ends_with_the_layer(m
             self.name = name
 
         def wait_stream(self, other: Stream) -> None:
-            log.append((self.name, "waits for", other.name))
+            log.append(f"{self.name} waits for {other.name}")
 
     @contextmanager
     def on(stream: Stream) -> Iterator[None]:
-        log.append(("on", stream.name))
+        log.append(f"to {stream.name}")
         yield
-        log.append(("off", stream.name))
+        log.append("back")
 
-    ops = Model(P, True).ops
+    model = Model(4 * P, True, DIRECT)
+    ops, held = model.ops, []
+
+    def noted(name: str):
+        call = getattr(ops, name)
+
+        def run(*args):
+            log.append(name)
+            held.append((name, ops._read))
+            return call(*args)
+
+        return run
+
+    for name in ("keep_tokens", "rotate_and_keep", "quantize_tokens", "extend"):
+        monkeypatch.setattr(ops, name, noted(name))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: Stream("main"))
     monkeypatch.setattr(torch.cuda, "stream", on)
+    monkeypatch.setattr(prompt_graphs, "captured", lambda run, pool, stream: (log.clear(), held.clear(), run()))
     ops._branch = Stream("branch")
-    with ops.beside(lambda: log.append("stored")):  # outside a capture
-        assert log == ["stored"]
+    model.plan([0], [0], [model.size])
+    run = lambda: (model.forward(), ops.join())  # noqa: E731
+    prompt_graphs.NewPrompts(model.backend, model.size).capture(run, None, None)
+    layer = ["branch waits for main", "to branch", "keep_tokens", "quantize_tokens", "back", "extend"]
+    assert log == [*layer, "main waits for branch", *layer, "main waits for branch"]
+    assert all((read is not None) == (name == "extend") for name, read in held)
+    assert ops._read is None and not ops._capturing
     log.clear()
-    with ops.in_capture(), suppress(ArithmeticError), ops.beside(lambda: log.append("stored")):
-        log.append("attends")
-        if fails:
-            raise ArithmeticError
-    assert log == [
-        ("branch", "waits for", "main"),
-        ("on", "branch"),
-        "stored",
-        ("off", "branch"),
-        "attends",
-        ("main", "waits for", "branch"),
-    ]
+    run()
+    assert log == LAYERS * ["keep_tokens", "quantize_tokens", "extend"], "outside a capture there is no branch"
+    (tables, *_) = ops.graph_tables(model.size, 32)
+    prompt_graphs.ContinuedPrompts(model.backend, model.size, tables).capture(run, None, None)
+    layer = ["rotate_and_keep", "branch waits for main", "to branch", "quantize_tokens", "back", "extend"]
+    assert log == [*layer, "main waits for branch", *layer, "main waits for branch"]
 
 
 def test_long_and_many_continued_prompts_keep_sglangs_graphs(uncaptured):

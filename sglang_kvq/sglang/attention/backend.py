@@ -245,15 +245,16 @@ class KVQuantBackend(AttentionBackend):
         def quantize(k: torch.Tensor, v: torch.Tensor) -> None:
             ops.quantize_tokens(index, batch.direct_tokens, self.direct_pages, k, v)
 
+        ops.join()  # the layer before may still store its tokens
         if self.fresh:
-            with ops.beside(lambda: quantize(*ops.keep_tokens(index, batch.loc, k, v))):
-                return ops.extend(index, q, k, v, batch, scale, sinks, out)
+            ops.beside(lambda: quantize(*ops.keep_tokens(index, batch.loc, k, v)), k, v)
+            return ops.extend(index, q, k, v, batch, scale, sinks, out)
         q, k, v = ops.rotate_and_keep(index, batch.loc, q, k, v)
-        with ops.beside(lambda: quantize(k, v)):
-            o = ops.extend(index, q, k, v, batch, scale, sinks, out)
-            for part in self.scored:
-                ops.score_keys(index, q, k, batch, part, scale)
-            return ops.rotate_output(index, o)
+        ops.beside(lambda: quantize(k, v), k, v)
+        o = ops.extend(index, q, k, v, batch, scale, sinks, out)
+        for part in self.scored:
+            ops.score_keys(index, q, k, batch, part, scale)
+        return ops.rotate_output(index, o)
 
     def _destination(self, q: torch.Tensor, fb: ForwardBatch) -> torch.Tensor | None:
         """Returns the buffer in which a prefill's CUDA graph expects this layer's result; None if there is none.

@@ -183,6 +183,7 @@ def around_capture_one(
     def run() -> None:
         output = forward_fn()
         self._copy_output_to_buffer(output, self._outputs[shape_key], self._output_rows(output, tokens))
+        backend.ops.join()
 
     graphs: list[WholeGraph] = [NewPrompts(backend, tokens)]
     for tables in backend.ops.graph_tables(tokens, MOST_REQUESTS):
