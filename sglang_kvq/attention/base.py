@@ -206,12 +206,6 @@ class AttentionOps(ABC):
         without a BF16 copy, are skipped.
         """
 
-    def dequantize_ahead(self, layer: int, batch: ExtendBatch) -> None:  # noqa: B027
-        """Dequantizes a layer's prefixes before its turn, if the batch has a graph's tables for that.
-
-        The layer may be the one behind the last; then nothing is done.
-        """
-
     def reserve(self, batch: int) -> None:  # noqa: B027
         """Allocates buffers for decode batches of ``batch`` rows, padding included. Must not run in a graph capture."""
 

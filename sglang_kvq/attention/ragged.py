@@ -53,12 +53,13 @@ class _Wrapper:
 
 @dataclass
 class PlannedCall:
-    """A ``Call`` with its wrapper planned and its indices on the device."""
+    """A ``Call`` with its wrapper planned and its indices on the device; a CUDA graph's has a workspace, too."""
 
     call: Call
     wrapper: Any
     pages: torch.Tensor
     positions: torch.Tensor | None
+    space: torch.Tensor | None = None
 
 
 @dataclass
@@ -124,10 +125,10 @@ class RaggedPrefill:
         tables, tokens = batch.tables, sum(batch.new_lens)
         wrapper = self.library.BatchPrefillWithRaggedKVCacheWrapper(self._floats, "NHD", backend="auto")
         if isinstance(tables, DequantizedTables):
-            keys, reads = tables.spaces.shape[2], np.zeros(tables.pages.shape, np.int32)  # the device knows which
+            keys, reads = tables.space.shape[1], np.zeros(tables.pages.shape, np.int32)  # the device knows which
             wrapper.plan_graph(tables.bounds, (tokens, keys), scale)
             call = Call((0, tokens), [tokens], [keys], True, True, True, reads, None)
-            return PlannedCall(call, wrapper, tables.pages, tables.positions)
+            return PlannedCall(call, wrapper, tables.pages, tables.positions, tables.space)
         assert batch.bounds is not None
         wrapper.plan_graph((batch.bounds, batch.bounds), (tokens, tokens), scale)
         call = Call((0, tokens), [tokens], [tokens], True, True, True, np.empty((0, 4), np.int32), None)
@@ -163,12 +164,10 @@ class RaggedPrefill:
         gather: Gather,
         out: torch.Tensor,
         sinks: torch.Tensor | None = None,
-        space: torch.Tensor | None = None,
     ) -> None:
         """Runs one layer; ``gather(k, v, pages)`` fills rows of the workspace from stored pages.
 
-        out: see ``AttentionOps.extend``; sinks: see ``AttentionOps.decode``; space: the workspace, BF16 ``[2, N,
-        kv_heads, D]``; None allocates one.
+        out: see ``AttentionOps.extend``; sinks: see ``AttentionOps.decode``.
         """
         if not self.in_graphs:  # FlashAttention 3 takes any strides
             q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
@@ -176,6 +175,7 @@ class RaggedPrefill:
             calls[0].wrapper.run(q, k, v, out=out)
             return
         size = max((sum(c.call.kv_lens) for c in calls if c.call.gathers), default=0)
+        space = calls[0].space
         if space is None:
             space = torch.empty(2, size, *k.shape[1:], dtype=k.dtype, device=k.device)
         begin, lse = 0, torch.empty(0)  # first query and log-sum-exps of the calls that are being merged

@@ -147,7 +147,6 @@ class TritonOps(AttentionOps):
         self._graph_space: torch.Tensor | None = None
         self._branch: torch.cuda.Stream | None = None  # of graphs, for work beside attention
         self._capturing = False
-        self._ahead: int | None = None  # layer whose prefixes a graph's batch has dequantized
         self._read: tuple[torch.Tensor, ...] | None = None  # by the branch; None if the graph has joined it
         self._outgrown: list[object] = []  # buffers whose addresses CUDA graphs may hold
         self._verifications: dict[int, Verification] = {}  # by the number of drafts
@@ -384,7 +383,7 @@ class TritonOps(AttentionOps):
         rows = min(_GRAPH_SPACE, self.slab_pages * PAGE_SIZE)
         if _LEAST_DEQUANTIZED <= tokens <= rows // 2:
             if self._graph_space is None:
-                shape = (2, 2, rows, self.pool.kv_heads, self.pool.head_dim)
+                shape = (2, rows, self.pool.kv_heads, self.pool.head_dim)
                 self._graph_space = torch.zeros(shape, dtype=torch.bfloat16, device=self.pool.device)
             tables.append(DequantizedTables(tokens, requests, self._graph_space))
         if tokens <= _MOST_DIRECT and self.short is not None:
@@ -479,20 +478,10 @@ class TritonOps(AttentionOps):
         if plans.calls is None:
             plans.calls = prefill.plan(plans.batch, scale)
 
-        tables = plans.batch.tables
-        space = tables.space(layer) if isinstance(tables, DequantizedTables) else None
-        there = space is not None and self._ahead == layer
-
         def gather(keys: torch.Tensor, values: torch.Tensor, pages: torch.Tensor) -> None:
-            if not there:
-                gather_pages(keys, values, plans.batch.rows, pages, *self._stored(layer))
+            gather_pages(keys, values, plans.batch.rows, pages, *self._stored(layer))
 
-        prefill.run(plans.calls, q, k, v, gather, out, sinks, space)
-
-    def dequantize_ahead(self, layer: int, batch: ExtendBatch) -> None:
-        if isinstance(batch.tables, DequantizedTables) and layer < self.pool.layers:
-            gather_pages(*batch.tables.space(layer), batch.rows, batch.tables.pages, *self._stored(layer))
-            self._ahead = layer
+        prefill.run(plans.calls, q, k, v, gather, out, sinks)
 
     def _extend_slabs(
         self,

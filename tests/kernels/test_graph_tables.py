@@ -50,13 +50,13 @@ def test_dequantized_tables_hold_every_batch():
     rng = random.Random(6)
     for _ in range(200):
         tokens = rng.choice([256, 288, 512])
-        tables = DequantizedTables(tokens, REQUESTS, torch.full((2, 2, 40 * PAGE_SIZE + tokens, 1, 16), torch.nan))
+        tables = DequantizedTables(tokens, REQUESTS, torch.full((2, 40 * PAGE_SIZE + tokens, 1, 16), torch.nan))
         for _ in range(2):  # nothing of the first batch is left
             stored, new = [1], [1]
             while not any(stored) or not tables.hold(stored):
                 stored, new = batch(rng, tokens, rng.choice([100, 2000]))
             tables.fill(torch.arange(len(new)), stored, new)
-        rows: list[object] = [None] * tables.spaces.shape[2]
+        rows: list[object] = [None] * tables.space.shape[1]
         for read in (PageRead(*x) for x in tables.pages.tolist()):
             for token in range(read.count):
                 assert rows[read.first + token] is None
@@ -72,6 +72,6 @@ def test_dequantized_tables_hold_every_batch():
             first, last = queries[request : request + 2]
             want = [(request, token) for token in range(prefix)] + [("new", token) for token in range(first, last)]
             assert rows[keys[request] : keys[request + 1]] == want
-        behind = tables.spaces[:, :, sum(stored) + tokens :][:, :, :256]
+        behind = tables.space[:, sum(stored) + tokens :][:, :256]
         assert not behind.any(), "FlashAttention 3 multiplies values behind the last key by 0, but NaN stays NaN"
     assert not tables.hold([40 * PAGE_SIZE, 1])

@@ -309,30 +309,6 @@ def test_tokens_are_stored_on_a_branch_that_each_layer_and_the_graph_join(uncapt
     assert log == [*layer, "main waits for branch", *layer, "main waits for branch"]
 
 
-@pytest.mark.skipif(ON_GPU, reason="a GPU's graph does not call what it captured")
-def test_a_layers_prefixes_are_dequantized_in_the_layer_before(uncaptured, monkeypatch):
-    """Each layer once: the first in its own turn, to the workspace that the layer before does not read."""
-    monkeypatch.setattr(triton_ops, "_LEAST_DEQUANTIZED", P)
-    whole = Model(P, True)
-    whole.capture()
-    whole.prefill([1], [0], [P], 1)
-    gathered: list[tuple[int, int]] = []
-    gather = triton_ops.gather_pages
-
-    def noted(keys, values, rows, pages, record, stored):
-        layer = next(number for number, one in enumerate(whole.ops._layers) if one is stored)
-        gathered.append((layer, keys.data_ptr()))
-        gather(keys, values, rows, pages, record, stored)
-
-    monkeypatch.setattr(triton_ops, "gather_pages", noted)
-    for turn in (1, 2):
-        gathered.clear()
-        whole.prefill([1], [P * turn], [P], 2)
-        assert [layer for layer, _ in gathered] == [1, 0], "the first layer starts the second one's before it attends"
-        assert len({space for _, space in gathered}) == LAYERS
-    assert whole.eager == 0
-
-
 def test_long_and_many_continued_prompts_keep_sglangs_graphs(uncaptured):
     """The direct kernel suits batches for which it is about as fast as dequantizing first."""
     whole = Model(P, True, ShortExtends(costs=ExtendCosts(direct=(1e3, 0, 0), dequantized=(0,) * 6), least_prefix=1))

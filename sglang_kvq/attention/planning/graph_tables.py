@@ -112,17 +112,16 @@ class DequantizedTables(GraphTables):
     Page reads that a batch does not need have no tokens. Padding tokens are a request of their own, without a prefix.
 
     Attributes:
-        spaces: BF16 ``[2, 2, N, kv_heads, D]``: keys and values of even layers, then those of odd ones, so that a
-            layer's pages can be dequantized while the layer before attends. Graphs share the N rows.
+        space: BF16 ``[2, N, kv_heads, D]``: keys and values of a batch, which share the N rows with other graphs.
         pages: int32 ``[pages, 4]`` on the device, one ``gather_pages.PageRead`` per row.
         positions: int32 ``[tokens]`` on the device: rows of the new tokens in the workspace.
         bounds: int32 ``[requests + 2]`` twice on the device: bounds of the requests' queries, and of their keys.
     """
 
-    def __init__(self, tokens: int, requests: int, spaces: torch.Tensor) -> None:
-        pages = (spaces.shape[2] - tokens) // PAGE_SIZE, gather_pages.FIELDS.value
-        super().__init__(tokens, requests, [pages, (tokens,), *[(requests + 2,)] * 2], spaces.device)
-        self.spaces = spaces
+    def __init__(self, tokens: int, requests: int, space: torch.Tensor) -> None:
+        pages = (space.shape[1] - tokens) // PAGE_SIZE, gather_pages.FIELDS.value
+        super().__init__(tokens, requests, [pages, (tokens,), *[(requests + 2,)] * 2], space.device)
+        self.space = space
         self.pages, self.positions, *bounds = self._tables
         self.bounds = bounds[0], bounds[1]
 
@@ -130,11 +129,7 @@ class DequantizedTables(GraphTables):
         """Replaces the batch. The library multiplies values behind the last key by 0, so they must be finite."""
         super().fill(rows, prefix_lens, new_lens)
         end = sum(prefix_lens) + self.tokens
-        self.spaces[:, :, end : end + _READ_BEHIND].zero_()
-
-    def space(self, layer: int) -> torch.Tensor:
-        """Returns a layer's workspace: keys and values, ``[2, N, kv_heads, D]``."""
-        return self.spaces[layer % 2]
+        self.space[:, end : end + _READ_BEHIND].zero_()
 
     def hold(self, prefix_lens: list[int]) -> bool:
         """Returns whether the stored pages of a batch are few enough."""

@@ -242,16 +242,15 @@ class KVQuantBackend(AttentionBackend):
         """
         batch, ops = self.batch, self.ops
 
-        def store(k: torch.Tensor, v: torch.Tensor) -> None:
+        def quantize(k: torch.Tensor, v: torch.Tensor) -> None:
             ops.quantize_tokens(index, batch.direct_tokens, self.direct_pages, k, v)
-            ops.dequantize_ahead(index + 1, batch)
 
         ops.join()  # the layer before may still store its tokens
         if self.fresh:
-            ops.beside(lambda: store(*ops.keep_tokens(index, batch.loc, k, v)), k, v)
+            ops.beside(lambda: quantize(*ops.keep_tokens(index, batch.loc, k, v)), k, v)
             return ops.extend(index, q, k, v, batch, scale, sinks, out)
         q, k, v = ops.rotate_and_keep(index, batch.loc, q, k, v)
-        ops.beside(lambda: store(k, v), k, v)
+        ops.beside(lambda: quantize(k, v), k, v)
         o = ops.extend(index, q, k, v, batch, scale, sinks, out)
         for part in self.scored:
             ops.score_keys(index, q, k, batch, part, scale)
