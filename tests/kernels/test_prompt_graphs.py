@@ -255,6 +255,7 @@ def test_continued_prompts_are_answered_as_by_sglangs_graphs(uncaptured, monkeyp
         check_integrity(model.tiers)
 
 
+@pytest.mark.skipif(ON_GPU, reason="kernels run on streams that are not stand-ins; the tests above compare results")
 def test_tokens_are_stored_on_a_branch_that_each_layer_and_the_graph_join(uncaptured, monkeypatch):
     """A layer joins the branch before it starts its own work there; what the branch reads is kept until then."""
     from sglang_kvq.sglang.attention import prompt_graphs

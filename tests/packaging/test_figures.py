@@ -99,6 +99,18 @@ def test_serving(cells: list[str]) -> None:
             check_serving([label, *figures[3 * n : 3 * n + 3]], OTHERS, model)
 
 
+@pytest.mark.parametrize("cells", tables(PERFORMANCE, "## Two GPUs\n"), ids=lambda cells: cells[0])
+def test_two_gpus(cells: list[str]) -> None:
+    label, *figures = cells
+    streams = re.search(r"(\d+) streams of (\d+)K", label)
+    scenario = f"decode_{streams[1]}x{streams[2]}k" if streams else "tokens"
+    rows = by("serving_tp_h200", "scenario")
+    for name, found in ((scenario, figures[:3]), (f"{scenario}, 2 GPUs", figures[3:])):
+        assert all(
+            agrees(cell, rows[name][field]) for cell, field in zip(found, ("none", "oscar", "ratio"), strict=True)
+        )
+
+
 @pytest.mark.parametrize("cells", tables(PERFORMANCE, "## Speculation\n"), ids=lambda cells: cells[0])
 def test_speculation(cells: list[str]) -> None:
     row = by("serving_h200", "scenario")[f"spec_4x{cells[0].lower()}_4"]
