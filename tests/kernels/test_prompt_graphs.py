@@ -283,7 +283,7 @@ def test_tokens_are_stored_on_a_branch_that_each_layer_and_the_graph_join(uncapt
 
         def run(*args):
             log.append(name)
-            held.append((name, ops._read))
+            held.append((name, ops._read, args))
             return call(*args)
 
         return run
@@ -299,7 +299,11 @@ def test_tokens_are_stored_on_a_branch_that_each_layer_and_the_graph_join(uncapt
     prompt_graphs.NewPrompts(model.backend, model.size).capture(run, None, None)
     layer = ["branch waits for main", "to branch", "keep_tokens", "quantize_tokens", "back", "extend"]
     assert log == [*layer, "main waits for branch", *layer, "main waits for branch"]
-    assert all((read is not None) == (name == "extend") for name, read in held)
+    for name, read, args in held:
+        assert read is None or (
+            name == "extend" and all(mine is given for mine, given in zip(read, args[2:4], strict=True))
+        )
+    assert sum(read is not None for _, read, _ in held) == LAYERS
     assert ops._read is None and not ops._capturing
     log.clear()
     run()
@@ -307,7 +311,10 @@ def test_tokens_are_stored_on_a_branch_that_each_layer_and_the_graph_join(uncapt
     (tables, *_) = ops.graph_tables(model.size, 32)
     prompt_graphs.ContinuedPrompts(model.backend, model.size, tables).capture(run, None, None)
     layer = ["rotate_and_keep", "branch waits for main", "to branch", "quantize_tokens", "back", "extend"]
-    assert log == [*layer, "main waits for branch", *layer, "main waits for branch"]
+    whole = [*layer, "main waits for branch", *layer, "main waits for branch"]
+    assert log == whole
+    model.capture()
+    assert log == whole, "as the hook captures the last of the graphs"
 
 
 def test_long_and_many_continued_prompts_keep_sglangs_graphs(uncaptured):
