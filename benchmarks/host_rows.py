@@ -236,7 +236,7 @@ def beside_rows(args: argparse.Namespace) -> Iterator[dict]:
         scene = Scene(FORMATS["2.25 bits"], args.layers, pages, torch.device("cuda"))
         ways = {"backup": scene.backup, "backup by a kernel": scene.backup_by_a_kernel, "load": scene.load}
         for way, copy in ways.items():
-            for programs in args.programs if args.programs and way != "backup" else [None]:
+            for programs in args.programs or [None]:
                 _use(programs)
                 scene.check()
                 step.us(5)
