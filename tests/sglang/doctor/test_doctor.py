@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
@@ -63,8 +64,16 @@ def a_library_catches_everything():
     return "all is well"
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Undoes that a shell's background jobs ignore the signal."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.parametrize("check", [an_enum_is_made, a_library_catches_everything])
-def test_an_interruption_that_a_check_hides_ends_the_command(monkeypatch, check):
+def test_an_interruption_that_a_check_hides_ends_the_command(interruptible, monkeypatch, check):
     monkeypatch.setattr(doctor, "CHECKS", {"interrupted": check, "next": lambda: "reached"})
     with pytest.raises(KeyboardInterrupt):
         list(doctor.diagnose())
