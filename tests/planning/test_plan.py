@@ -44,6 +44,8 @@ CAPACITIES = (
 )
 #: Rows of loaded servers, which also report tokens (``benchmarks/workloads.py``), and their methods.
 LOADED = (("bench 1k, none", "none"), ("bench 1k, oscar", "oscar"))
+#: Rows of servers on one and on two H200s.
+TWO_GPUS = json.loads((ROOT / "benchmarks" / "results" / "serving_tp_h200.json").read_text())["rows"]
 #: Rows of a server whose memory is shared.
 SHARED = json.loads((ROOT / "benchmarks" / "results" / "serving_all_h100.json").read_text())["rows"]
 SERVERS = [
@@ -114,6 +116,19 @@ def test_figures_are_those_of_a_server_whose_memory_is_shared():
     assert row.requests == pytest.approx(server["most_requests"], rel=0.02)
 
 
+def two_gpus() -> tuple[dict, Planner]:
+    """Returns the tokens of servers on two H200s, and the plan for these."""
+    server = next(row for row in TWO_GPUS if row["scenario"] == "tokens, 2 GPUs")
+    return server, planner("qwen3-8b", count=2, tp=2)
+
+
+@new_tree
+def test_figures_are_those_of_servers_on_two_gpus():
+    server, plan = two_gpus()
+    assert next(plan.plain_rows()).tokens == pytest.approx(server["none"], rel=0.02)
+    assert plan.row_of("oscar", None).tokens == pytest.approx(server["oscar"], rel=0.02)
+
+
 @new_tree
 def test_the_guides_table_is_what_the_plan_says_and_servers_had():
     page = (ROOT / "docs" / "deploying.md").read_text()
@@ -137,6 +152,12 @@ def test_the_guides_table_is_what_the_plan_says_and_servers_had():
     server = next(row for row in SHARED if row["method"] == "oscar")["cache_tokens"]
     shared = f"{server:,}", f"{plan.row_of('oscar', None).tokens:,}"
     found["Qwen3-8B on an H100, `oscar`", "shared memory"] = shared
+    server, plan = two_gpus()
+    for key, name, tokens in (
+        ("none", ("Qwen3-8B on two GPUs", "BF16"), next(plan.plain_rows()).tokens),
+        ("oscar", ("Qwen3-8B on two GPUs, `oscar`", "shared memory"), plan.row_of("oscar", None).tokens),
+    ):
+        found[name] = f"{server[key]:,}", f"{tokens:,}"
     assert said == found
 
 
