@@ -23,7 +23,7 @@ from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.errors import KVQuantError, unknown
 from sglang_kvq.formats.record import RecordFormat
 from sglang_kvq.methods import METHOD_NAMES, RotationKind, get_method
-from sglang_kvq.rotations.calibration.eligible import has_windows, needs_code, why_not
+from sglang_kvq.rotations.calibration.eligible import calibrate_command, needs_code, why_not
 from sglang_kvq.rotations.calibration.model_files import check_config, weight_files
 from sglang_kvq.rotations.identity import cached_layers, unapplied_window
 from sglang_kvq.rotations.resolve import locate_rotations, resolve_formats, resolve_rotations
@@ -302,13 +302,11 @@ def _formats(found: Diagnosis, request: Request, model: ModelConfig) -> tuple[Re
             why = why_not(request.model, model.hf_config, request.trust_remote_code, transform=method.planes)
             if why is not None and config.rotations is None:
                 _refuse(found, None, f"--kv-quant {config.method} needs rotations, and there are none: {why}")
-                found.lift = "--method hadamard or int4, which need none"
+                found.lift = "--method int4, which needs none"
                 return None
-            options = " --composition transform" if method.planes else ""
-            options += " --engine sglang" if has_windows(model.hf_config) else ""
-            options += " --trust-remote-code" if request.trust_remote_code else ""
-            model_path = shlex.quote(request.model)
-            found.calibrate = f"kvq calibrate {model_path}{options} --text FILE --output rotations"
+            found.calibrate = calibrate_command(
+                request.model, model.hf_config, request.trust_remote_code, transform=method.planes
+            )
             found.flags += ["--kv-quant-rotations", "rotations"]
         if config.rotations is not None:
             _check_place(config.rotations)
