@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
 
-from sglang_kvq.arguments import find_model
+from sglang_kvq.arguments import TIMEOUT, find_model
 from sglang_kvq.cache.layout import KVGeometry, NoRoom
 from sglang_kvq.config import KVQuantConfig
 from sglang_kvq.constants import PAGE_SIZE
@@ -377,7 +377,10 @@ def check_readable(folder: Path) -> None:
 
 
 def weight_bytes(model: ModelConfig) -> int | None:
-    """Returns the bytes of a model's safetensors, from a folder's files or the hub's index; None if unknown."""
+    """Returns the bytes of a model's safetensors: a folder's files, or on the hub its index or only file.
+
+    None if they are not known.
+    """
     folder = Path(model.model_path)
     if folder.is_dir():
         return sum(path.stat().st_size for path in weight_files(folder)) or None
@@ -391,9 +394,24 @@ def weight_bytes(model: ModelConfig) -> int | None:
         _raise_exceptions_for_connection_errors=False,
     )
     if index is None:
-        return None
+        return _only_file_bytes(model)
     size: int = json.loads(Path(index).read_text()).get("metadata", {}).get("total_size", 0)
     return size or None
+
+
+def _only_file_bytes(model: ModelConfig) -> int | None:
+    """Returns the bytes of the one file that a small model on the hub has; None if it has none, or no hub answers."""
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+
+    place = model.model_path, "model.safetensors"
+    cached = try_to_load_from_cache(*place, revision=model.revision)
+    if isinstance(cached, str):
+        return Path(cached).stat().st_size
+    try:
+        size: int | None = get_hf_file_metadata(hf_hub_url(*place, revision=model.revision), timeout=TIMEOUT).size
+    except Exception:  # the type for a hub that does not answer depends on the HTTP library
+        return None
+    return size
 
 
 def lines(found: Diagnosis, request: Request) -> Iterator[str]:
