@@ -48,10 +48,7 @@ def check_count(count: int, recent_tokens: int) -> None:
     """
     most = min(MOST_DRAFTS, recent_tokens)
     if not 1 <= count <= most:
-        raise KVQuantError(
-            f"--speculative-num-draft-tokens {count}: a request may have 1 to {most} drafts at once, because they "
-            f"must fit its {recent_tokens} recent tokens. Lower it or raise --kv-quant-recent."
-        )
+        raise KVQuantError(f"--speculative-num-draft-tokens {count}: must be 1 to {most} with --kv-quant. Change it.")
 
 
 def chain(count: int, device: torch.device | str = "cpu") -> torch.Tensor:

@@ -74,7 +74,7 @@ def plan(
     else:
         found = Weights(int(weights * GIB), 0, 0, "--weights")
     wish = None if tokens is None or concurrency is None else planning.Wish(tokens, concurrency)
-    planner = planning.Planner(model, read, found, place, wish)
+    planner = planning.Planner(model, read, found, place, wish, trust_remote_code)
     methods, best = list(planner.method_rows()), planner.best() if wish else None
     rows = [*planner.plain_rows(), *methods]
     if as_json:
@@ -109,10 +109,7 @@ def serving(planner: Planner, row: Row, flags: list[str]) -> list[str]:
     if row.setting is not None:
         words += ["--kv-quant-bits", row.setting]
     if row.rotations == "":
-        composition = ["--composition", "transform"] if row.name == "transform" else []
-        trusted = [flag for flag in flags if flag == "--trust-remote-code"]
-        make = ["kvq", "calibrate", planner.path, *composition, *trusted, "--text", "FILE", "--output", "rotations"]
-        commands.append(shlex.join(make))
+        commands.append(planner.calibrate_command(row.name))
         words += ["--kv-quant-rotations", "rotations"]
     if row.budget is not None:
         words += ["--kv-quant-bf16-budget", f"{row.budget:g}"]
@@ -181,6 +178,6 @@ def _advice(planner: Planner, best: Row | None, flags: list[str]) -> Iterator[st
         yield f"No method serves {name}. Add GPUs (--count), or lower --context or --concurrency."
         return
     budget = "" if best.budget is None else f", --kv-quant-bf16-budget {best.budget:g}"
-    yield f"Most bits that serve {name}: {best.name} at {best.bits:.2f}{budget}:"
+    yield f"To serve {name}: {best.name} at {best.bits:.2f}{budget}:"
     for command in serving(planner, best, flags):
         yield f"  {command}"

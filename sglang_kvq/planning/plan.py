@@ -19,6 +19,7 @@ from sglang_kvq.methods import METHOD_NAMES, RotationKind, get_method
 from sglang_kvq.planning.gpus import GIB, Gpu
 from sglang_kvq.planning.weights import Weights
 from sglang_kvq.rotations.base import RotationMeta, Rotations
+from sglang_kvq.rotations.calibration.eligible import calibrate_command, why_not
 from sglang_kvq.rotations.identity import geometry_of
 from sglang_kvq.rotations.resolve import locate_rotations, plane_formats, resolve_formats
 from sglang_kvq.sglang.doctor.capacity import capacity, default_chunk, plain_capacity, state_bytes, window_bytes
@@ -28,7 +29,8 @@ from sglang_kvq.sglang.types import ModelConfig
 PLANE_WIDTHS = tuple(4 - 0.25 * i for i in range(12))
 #: Shares of the KV memory for BF16 pages that are tried to serve a wish, in percent.
 BUDGETS = range(2, 90)
-#: Methods that ``best`` may advise; of methods with equal bits, the first is advised. README says why.
+#: Methods that ``best`` may advise, the best one first. Without rotations of the model, keys at few bits lose far more
+#: than with them (docs/methods.md).
 ADVISED = ("int4", "transform", "oscar", "turboquant", "hadamard")
 
 
@@ -123,10 +125,20 @@ class Planner:
     Args:
         path: hub id or folder, as the user gave it.
         wish: the load to serve; None if the user named none.
+        trust_remote_code: whether commands run the code that comes with the model.
     """
 
-    def __init__(self, path: str, model: ModelConfig, weights: Weights, place: Place, wish: Wish | None) -> None:
+    def __init__(
+        self,
+        path: str,
+        model: ModelConfig,
+        weights: Weights,
+        place: Place,
+        wish: Wish | None,
+        trust_remote_code: bool = False,
+    ) -> None:
         self.path, self.model, self.weights, self.place, self.wish = path, model, weights, place, wish
+        self._calibrated = path, model.hf_config, trust_remote_code
         self.memory = place.cache_memory(weights)
         self.contexts = contexts_within(model.context_len)
         geometry = self._geometry(KVQuantConfig("hadamard"))  # any method will do: BF16 sizes do not depend on it
@@ -172,16 +184,20 @@ class Planner:
         return row
 
     def best(self) -> Row | None:
-        """Returns the row with the most bits that serves the wish; None if none does."""
-        found = None
+        """Returns the row of the best method that serves the wish, with its most bits that do; None if none does."""
         for name in ADVISED:
             method = get_method(name)
+            if self._known_rotations(KVQuantConfig(name)) == "" and why_not(*self._calibrated, transform=method.planes):
+                continue
             for bits in sorted(PLANE_WIDTHS if method.planes else method.widths, reverse=True):
                 row = self.row_of(name, None if bits == method.widths[0] else f"{bits:g}")
                 if row.serves:
-                    found = row if found is None or row.bits > found.bits else found
-                    break
-        return found
+                    return row
+        return None
+
+    def calibrate_command(self, name: str) -> str:
+        """Returns the command that makes rotations of the model for the method ``name``."""
+        return calibrate_command(*self._calibrated, transform=get_method(name).planes)
 
     def _is_hopeless(self, wish: Wish, geometry: KVGeometry) -> bool:
         """Returns True if the memory holds too few tokens for the wish, even without any BF16 pages."""

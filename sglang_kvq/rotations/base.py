@@ -188,7 +188,7 @@ def check_rotations(rotations: Rotations, *, layers: int, kv_heads: int, head_di
                 f"{where}: {name} is for {r.shape[0]} layers, {r.shape[1]} KV heads (1 means shared), head_dim "
                 f"{r.shape[2]}; the model has {layers} layers, {kv_heads} KV heads, head_dim {head_dim}. They belong "
                 "to another model. Pass this one's with --kv-quant-rotations, make them with `kvq calibrate`, or use "
-                "--kv-quant hadamard, which needs none."
+                "--kv-quant int4, which needs none."
             )
     needed = ("q", *TRANSFORM_TENSORS)
     missing = [name for name in needed if name not in given]

@@ -45,7 +45,7 @@ ENGINES = {
         "mooncake.engine",
         "mooncake-transfer-engine-non-cuda, libibverbs1, librdmacm1, libnl-route-3-200",
     ),
-    "nixl": ("nixl._api", "'nixl[cu12]'"),
+    "nixl": ("nixl._api", "nixl"),
 }
 
 

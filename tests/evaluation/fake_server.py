@@ -168,7 +168,7 @@ def main(words: list[str]) -> None:
     flags = dict(zip(words[::2], words[1::2]))
     method = flags.get("--kv-quant", "none")
     if flags.get("--fail") == method:
-        print("loading\nsglang-kvq: no rotations for this model: use --kv-quant hadamard.")
+        print("loading\nsglang-kvq: no rotations for this model: use --kv-quant int4.")
         sys.exit(1)
     if method in (flags.get("--hang"), os.environ.get("FAKE_HANG")):
         FakeServer.generate = lambda self, body: time.sleep(600)

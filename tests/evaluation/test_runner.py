@@ -66,7 +66,7 @@ def test_a_method_that_does_not_start_costs_only_itself(text, tmp_path, capsys):
     assert main(words(text, out, "--methods", "oscar,hadamard", "--", "--fail", "oscar")) == 1
     found = rows(out)
     assert found["hadamard"]["kl"] > 0 and found["oscar"]["kl"] is None
-    assert "no rotations for this model: use --kv-quant hadamard" in found["oscar"]["error"]
+    assert "no rotations for this model: use --kv-quant int4" in found["oscar"]["error"]
     assert "not measured" in capsys.readouterr().out
     # Once the cause is fixed, the next run measures what is missing.
     (out / "runs" / "none" / "kl.json").unlink()

@@ -35,3 +35,10 @@ def test_the_message_is_in_the_sources(quote: str) -> None:
 
 def test_every_table_of_messages_is_read() -> None:
     assert len(QUOTES) == len(re.findall(r"^\| `", PAGE, re.MULTILINE)) - 4  # four are messages of other programs
+
+
+def test_who_has_no_rotations_is_sent_to_int4() -> None:
+    """docs/methods.md and README recommend it without calibration; ``hadamard`` is a baseline."""
+    none_needed = re.compile(r"--(kv-quant|method) .*needs? (none|no rotations)\b")
+    advice = [line for line in texts().splitlines() if none_needed.search(line)]
+    assert advice and all("int4" in line and "hadamard" not in line for line in advice), advice

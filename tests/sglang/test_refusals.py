@@ -157,7 +157,7 @@ def test_rotations(start, tmp_path, monkeypatch, make, text):
 
 
 def test_model_without_rotations_is_told_both_ways_out(start):
-    with pytest.raises(SystemExit, match=r"no rotations known.*kvq calibrate.*--kv-quant hadamard"):
+    with pytest.raises(SystemExit, match=r"no rotations known.*kvq calibrate.*--kv-quant int4"):
         start("--kv-quant", "oscar")
 
 

@@ -1,10 +1,12 @@
 """Decides from a model's config whether transformers can run the model for calibration.
 
-``kvq calibrate`` and ``kvq doctor --model`` both ask this module, so doctor names no command that would be refused.
+``kvq calibrate``, ``kvq doctor --model`` and ``kvq plan`` ask this module, so the last two name no command that the
+first would refuse.
 """
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +43,8 @@ def auto_class(path: str, hf_config: Any, trust_remote_code: bool) -> str:
         raise needs_code(path)
     raise KVQuantError(
         f"{path}: transformers {transformers.__version__} has no class that generates text for model_type {kind}, so "
-        "it cannot be calibrated. Use a newer transformers if there is one for it, or --kv-quant hadamard or int4, "
-        "which need no rotations."
+        "it cannot be calibrated. Use a newer transformers if there is one for it, or --kv-quant int4, which needs "
+        "no rotations."
     )
 
 
@@ -55,12 +57,19 @@ def why_not(path: str, hf_config: Any, trust_remote_code: bool, *, transform: bo
         if not has_windows(hf_config):
             auto_class(path, hf_config, trust_remote_code)
         elif transform:
-            raise KVQuantError(
-                f"{path}: {_WINDOWS}, and SGLang gives no gradients for --composition transform. Use --kv-quant oscar."
-            )
+            return f"{path}: {why_no_transform(hf_config)}"
     except KVQuantError as error:
         return str(error)
     return None
+
+
+def calibrate_command(path: str, hf_config: Any, trust_remote_code: bool, *, transform: bool = False) -> str:
+    """Returns the command that makes rotations of a model for which ``why_not`` with these arguments is None."""
+    words = ["kvq", "calibrate", path]
+    words += ["--composition", "transform"] if transform else []
+    words += ["--engine", "sglang"] if has_windows(hf_config) else []
+    words += ["--trust-remote-code"] if trust_remote_code else []
+    return shlex.join([*words, "--text", "FILE", "--output", "rotations"])
 
 
 _WINDOWS = "some layers have sliding windows, which calibration in transformers does not cover"
@@ -72,12 +81,19 @@ def has_windows(hf_config: Any) -> bool:
     return not {"sliding_attention", "chunked_attention"}.isdisjoint(getattr(text, "layer_types", None) or ())
 
 
+def why_no_transform(hf_config: Any) -> str | None:
+    """Returns why no calibration for transform coding can run a model; None if one may."""
+    if not has_windows(hf_config):
+        return None
+    return f"{_WINDOWS}, and SGLang gives no gradients for --composition transform. Use --kv-quant oscar."
+
+
 def check_windows(path: str, hf_config: Any) -> None:
     """Refuses to run a model that ``has_windows`` in transformers."""
     if has_windows(hf_config):
         raise KVQuantError(
-            f"{path}: {_WINDOWS}. Calibrate with `kvq calibrate --engine sglang`, or use --kv-quant int4 or hadamard, "
-            "which need no rotations."
+            f"{path}: {_WINDOWS}. Calibrate with `kvq calibrate --engine sglang`, or use --kv-quant int4, which "
+            "needs no rotations."
         )
 
 

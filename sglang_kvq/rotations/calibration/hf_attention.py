@@ -27,8 +27,8 @@ _NAME = "kvq_capture"
 #: Options by which transformers' models ask for other attention than plain softmax.
 _OTHER_SOFTMAX = {"softcap": "a soft cap on scores", "s_aux": "learned sinks"}
 _FIX = (
-    "such models cannot be calibrated in transformers. Use --kv-quant int4 or hadamard, which need no rotations; `kvq "
-    "doctor --model` says if they serve it."
+    "such models cannot be calibrated in transformers. Use --kv-quant int4, which needs no rotations; `kvq doctor "
+    "--model` says if it serves the model."
 )
 
 

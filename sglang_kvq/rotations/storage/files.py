@@ -45,7 +45,7 @@ SPECTRA = ("k_eigenvalues", "v_eigenvalues")
 #: Stamp of each file of a folder: real path, time of writing, size.
 _FileStamps = tuple[tuple[Path, int, int], ...]
 
-_NO_ROTATIONS = "Make them with `kvq calibrate MODEL`, or use --kv-quant hadamard, which needs none."
+_NO_ROTATIONS = "Make rotations with `kvq calibrate MODEL`, or use --kv-quant int4, which needs none."
 #: Files that a folder may hold beside rotations and still be replaced.
 _BESIDE = (CONFIG_FILE, "README.md", ".gitattributes")
 

@@ -24,7 +24,7 @@ _TAIL = r"(?=$|[_@+/]|-(?:seq|prompt|group|fp8|bf16|int2|rot|oscar|calib))"
 _COMMIT = re.compile("[0-9a-f]{40}")
 _WITHOUT = (
     "Without a network: copy the rotations to a folder and pass it to --kv-quant-rotations, make them with `kvq "
-    "calibrate MODEL`, or use --kv-quant hadamard, which needs none."
+    "calibrate MODEL`, or use --kv-quant int4, which needs none."
 )
 _T = TypeVar("_T")
 
@@ -113,7 +113,7 @@ def _match(contents: dict[str, set[str]], wanted: str, repo: str, at: str) -> st
     asked = f"{repo}/{wanted}{at}" if wanted else f"{repo}{at}"
     raise KVQuantError(
         f"{asked}: this repo has no rotations in {wanted or 'its root'}; folders with rotations: {listed}. Pass one as "
-        f"--kv-quant-rotations {repo}/FOLDER{at}, make your own with `kvq calibrate MODEL`, or use --kv-quant hadamard."
+        f"--kv-quant-rotations {repo}/FOLDER{at}, make your own with `kvq calibrate MODEL`, or use --kv-quant int4."
     )
 
 

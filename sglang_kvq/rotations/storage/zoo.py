@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_kvq.errors import KVQuantError
+from sglang_kvq.rotations.calibration.eligible import has_windows, why_no_transform
 from sglang_kvq.rotations.identity import identity
 from sglang_kvq.rotations.storage.hub import TENSOR_FILE
 from sglang_kvq.rotations.storage.registry import ROTATION_ZOO, HubLocation, name_of, published_at, published_for
@@ -30,6 +31,8 @@ def find_rotations(model_path: str, hf_config: Any, *, transform: bool = False) 
     wanted, calibrate = identity(hf_config), f"kvq calibrate {model_path}"
     if transform:
         calibrate += " --composition transform"
+    if has_windows(hf_config):
+        calibrate += " --engine sglang"
     name = name_of(model_path)
     for folder, config in shipped():
         if config.get("model") != wanted or is_transform(config) != transform:
@@ -45,9 +48,11 @@ def find_rotations(model_path: str, hf_config: Any, *, transform: bool = False) 
     entry = None if transform else published_for(name)
     if entry is not None and not entry.refused:
         return entry.location
+    if transform and (why := why_no_transform(hf_config)) is not None:
+        raise KVQuantError(f"{model_path}: no rotations for transform coding known for this model: {why}")
     raise KVQuantError(
         f"{model_path}: no rotations {'for transform coding ' * transform}known for this model. Make them with "
-        f"`{calibrate} --text FILE --output DIR` and pass --kv-quant-rotations DIR, or use --kv-quant hadamard, which "
+        f"`{calibrate} --text FILE --output DIR` and pass --kv-quant-rotations DIR, or use --kv-quant int4, which "
         "needs none."
     )
 

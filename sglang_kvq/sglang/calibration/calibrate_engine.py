@@ -13,6 +13,7 @@ from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.rotations.base import Rotations
 from sglang_kvq.rotations.calibration.clips import ClipErrors
+from sglang_kvq.rotations.calibration.eligible import why_no_transform
 from sglang_kvq.rotations.calibration.hf_model import limit_threads
 from sglang_kvq.rotations.calibration.rope import roped_layers, turn_of
 from sglang_kvq.rotations.calibration.run import Progress, rotations_from
@@ -56,6 +57,8 @@ def calibrate_on_engine(
             composition needs more than the workers capture.
     """
     if settings.composition == "transform":
+        if (why := why_no_transform(hf_config)) is not None:
+            raise KVQuantError(f"--composition transform: {why}")
         raise KVQuantError(
             "--composition transform needs the weights of the output projections and gradients, which --engine sglang "
             "does not give. Leave --engine out, with --device auto for a model that needs all GPUs of this host."

@@ -16,14 +16,14 @@ from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
 
-from sglang_kvq.arguments import find_model
+from sglang_kvq.arguments import TIMEOUT, find_model
 from sglang_kvq.cache.layout import KVGeometry, NoRoom
 from sglang_kvq.config import KVQuantConfig
 from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.errors import KVQuantError, unknown
 from sglang_kvq.formats.record import RecordFormat
 from sglang_kvq.methods import METHOD_NAMES, RotationKind, get_method
-from sglang_kvq.rotations.calibration.eligible import has_windows, needs_code, why_not
+from sglang_kvq.rotations.calibration.eligible import calibrate_command, needs_code, why_not
 from sglang_kvq.rotations.calibration.model_files import check_config, weight_files
 from sglang_kvq.rotations.identity import cached_layers, unapplied_window
 from sglang_kvq.rotations.resolve import locate_rotations, resolve_formats, resolve_rotations
@@ -302,13 +302,11 @@ def _formats(found: Diagnosis, request: Request, model: ModelConfig) -> tuple[Re
             why = why_not(request.model, model.hf_config, request.trust_remote_code, transform=method.planes)
             if why is not None and config.rotations is None:
                 _refuse(found, None, f"--kv-quant {config.method} needs rotations, and there are none: {why}")
-                found.lift = "--method hadamard or int4, which need none"
+                found.lift = "--method int4, which needs none"
                 return None
-            options = " --composition transform" if method.planes else ""
-            options += " --engine sglang" if has_windows(model.hf_config) else ""
-            options += " --trust-remote-code" if request.trust_remote_code else ""
-            model_path = shlex.quote(request.model)
-            found.calibrate = f"kvq calibrate {model_path}{options} --text FILE --output rotations"
+            found.calibrate = calibrate_command(
+                request.model, model.hf_config, request.trust_remote_code, transform=method.planes
+            )
             found.flags += ["--kv-quant-rotations", "rotations"]
         if config.rotations is not None:
             _check_place(config.rotations)
@@ -379,7 +377,10 @@ def check_readable(folder: Path) -> None:
 
 
 def weight_bytes(model: ModelConfig) -> int | None:
-    """Returns the bytes of a model's safetensors, from a folder's files or the hub's index; None if unknown."""
+    """Returns the bytes of a model's safetensors: a folder's files, or on the hub its index or only file.
+
+    None if they are not known.
+    """
     folder = Path(model.model_path)
     if folder.is_dir():
         return sum(path.stat().st_size for path in weight_files(folder)) or None
@@ -393,9 +394,24 @@ def weight_bytes(model: ModelConfig) -> int | None:
         _raise_exceptions_for_connection_errors=False,
     )
     if index is None:
-        return None
+        return _only_file_bytes(model)
     size: int = json.loads(Path(index).read_text()).get("metadata", {}).get("total_size", 0)
     return size or None
+
+
+def _only_file_bytes(model: ModelConfig) -> int | None:
+    """Returns the bytes of the one file that a small model on the hub has; None if it has none, or no hub answers."""
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+
+    place = model.model_path, "model.safetensors"
+    cached = try_to_load_from_cache(*place, revision=model.revision)
+    if isinstance(cached, str):
+        return Path(cached).stat().st_size
+    try:
+        size: int | None = get_hf_file_metadata(hf_hub_url(*place, revision=model.revision), timeout=TIMEOUT).size
+    except Exception:  # the type for a hub that does not answer depends on the HTTP library
+        return None
+    return size
 
 
 def lines(found: Diagnosis, request: Request) -> Iterator[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -371,3 +372,6 @@ def test_an_engine_does_not_have_what_it_needs(llama, ids):
 
     with pytest.raises(KVQuantError, match="--composition transform needs.*--engine out"):
         calibrate_on_engine("none", llama.config, ids, SETTINGS, lambda *done: None)
+    windowed = SimpleNamespace(layer_types=["sliding_attention", "full_attention"])
+    with pytest.raises(KVQuantError, match="sliding windows.*Use --kv-quant oscar"):  # transformers refuses it, too
+        calibrate_on_engine("none", windowed, ids, SETTINGS, lambda *done: None)

@@ -191,7 +191,7 @@ def refuse(location, *words, **geometry):
 
 
 def test_missing_folder(tmp_path):
-    refuse(tmp_path / "nothing", "no such folder", "kvq calibrate", "--kv-quant hadamard")
+    refuse(tmp_path / "nothing", "no such folder", "kvq calibrate", "--kv-quant int4")
 
 
 def test_empty_folder(tmp_path):
@@ -398,7 +398,7 @@ def test_conversion_keeps_what_was_measured(tmp_path):
 
 def test_the_folder_of_a_model_is_called_so(tmp_path):
     (tmp_path / CONFIG_FILE).write_text('{"model_type": "llama", "architectures": ["LlamaForCausalLM"]}')
-    with pytest.raises(KVQuantError, match=f"^{tmp_path}: the folder of a model, not of rotations. Make them with"):
+    with pytest.raises(KVQuantError, match=f"^{tmp_path}: the folder of a model, not of rotations. Make "):
         load_rotations(tmp_path, **GEOMETRY)
 
 

@@ -144,7 +144,7 @@ def test_unreachable_hub_names_the_cache_and_the_fix(hub, monkeypatch):
         constants.HF_HUB_CACHE,
         "HF_HUB_OFFLINE is set",
         "copy the rotations",
-        "--kv-quant hadamard",
+        "--kv-quant int4",
     ):
         assert words in message
 

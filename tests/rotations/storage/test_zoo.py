@@ -1,6 +1,7 @@
 import json
 import shutil
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -37,13 +38,22 @@ def test_config_object_and_both_ways_to_write_rope_theta(tmp_path):
 
 @pytest.mark.parametrize("field, value", [("vocab_size", 49153), ("rope_theta", 1e4), ("num_key_value_heads", 9)])
 def test_another_model_of_similar_shape_is_not_served(tmp_path, field, value):
-    with pytest.raises(KVQuantError, match="kvq calibrate.*--kv-quant hadamard"):
+    with pytest.raises(KVQuantError, match="kvq calibrate.*--kv-quant int4"):
         find_rotations(str(tmp_path), {**SMOLLM2, field: value})
 
 
 def test_a_fine_tune_is_told_of_its_base():
     with pytest.raises(KVQuantError, match="someone/tuned.*SmolLM2-135M-Instruct.*--kv-quant-rotations"):
         find_rotations("someone/tuned", SMOLLM2)
+
+
+def test_a_model_with_windows_is_told_what_calibrates_it():
+    config = SimpleNamespace(layer_types=["sliding_attention", "full_attention"])
+    with pytest.raises(KVQuantError, match="`kvq calibrate org/windows --engine sglang --text"):
+        find_rotations("org/windows", config)
+    with pytest.raises(KVQuantError, match="SGLang gives no gradients .* Use --kv-quant oscar") as error:
+        find_rotations("org/windows", config, transform=True)
+    assert "kvq calibrate" not in str(error.value)
 
 
 def test_transform_codings_rotations_lie_beside_others(tmp_path, monkeypatch):

@@ -363,3 +363,30 @@ def test_memory_of_a_gpu_less_the_weights(monkeypatch, model_folder, tmp_path):
     found.memory = None
     doctor_model._guess_memory(found, request, model)
     assert found.memory is None and "about" in found.memory_from
+
+
+def test_weights_of_a_small_model_on_the_hub_are_one_file_without_an_index(monkeypatch, tmp_path):
+    import huggingface_hub
+    from transformers.utils import hub
+
+    model, asked = SimpleNamespace(model_path="Qwen/Qwen3-0.6B", revision=None), []
+    monkeypatch.setattr(hub, "cached_file", lambda *given, **settings: None)  # there is no index
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *given, **settings: None)
+
+    def metadata(url, **settings):
+        asked.append(url)
+        return SimpleNamespace(size=1 << 20)
+
+    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", metadata)
+    assert doctor_model.weight_bytes(model) == 1 << 20
+    assert asked[0].endswith("Qwen/Qwen3-0.6B/resolve/main/model.safetensors")
+
+    def unreachable(url, **settings):
+        raise ConnectionError("no route to the hub")
+
+    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", unreachable)
+    assert doctor_model.weight_bytes(model) is None
+    (tmp_path / "model.safetensors").write_bytes(bytes(1 << 10))
+    cached = str(tmp_path / "model.safetensors")
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *given, **settings: cached)
+    assert doctor_model.weight_bytes(model) == 1 << 10
