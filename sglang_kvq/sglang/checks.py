@@ -406,7 +406,7 @@ def _unsupported(model: ModelConfig) -> Iterator[str]:
     if model.is_encoder_decoder:
         yield "an encoder with cross attention"
     if not model.is_generation:
-        yield "no text generation (embedding, reward or encoder model)"
+        yield "no text generation (embedding, reward or encoder model, or --is-embedding)"
     if (chunk := getattr(model, "attention_chunk_size", None)) or "chunked_attention" in layer_types:
         yield f"attention in chunks of {chunk} tokens"
     if windows := unsupported_windows(model, layer_types):

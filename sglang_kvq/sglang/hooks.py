@@ -463,7 +463,7 @@ _SCHEDULER: tuple[Hook, ...] = (
     read("layers.quantization.unquant.UnquantizedLinearMethod", "recognises plain weights"),
     read("layers.radix_attention.AttentionType.DECODER", "what a layer asks of attention"),
     call("runtime_context.get_parallel()", "this worker's rank and heads"),
-    call("runtime_context.get_server_args()", "whether drafts branch"),
+    call("runtime_context.get_server_args()", "whether drafts branch, and how many processes answer clients"),
     # Weights: new weights would lack the value rotation that is folded into the loaded ones
     around(f"{_WEIGHTS}.update_weights_from_disk(model_path, load_format)",
          "attention.folded_weights:refuse_update", "refuses while V is folded into the weights"),

@@ -248,6 +248,13 @@ def test_model_is_refused(model_folder, changes, what):
         checks.check_model(ModelConfig(model_path=model_folder(**changes)), CONFIG)
 
 
+def test_a_text_model_that_a_flag_makes_an_embedding_model_is_refused_with_that_flag(model_folder):
+    from sglang.srt.configs.model_config import ModelConfig
+
+    with pytest.raises(KVQuantError, match="no text generation.*--is-embedding"):
+        checks.check_model(ModelConfig(model_path=model_folder(), is_embedding=True), CONFIG)
+
+
 @pytest.mark.parametrize(
     "changes",
     [

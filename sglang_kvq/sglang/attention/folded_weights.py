@@ -190,12 +190,19 @@ NOT_GIVEN: list[list[float]] = [[]]
 
 
 def refuse_reading(original: Original, self: Any, name: str, *args: Any, **kwargs: Any) -> Any:
-    """AROUND ``WeightExporter.get_weights_by_name``: refuses folded weights, with ``NOT_GIVEN`` and a log line."""
+    """AROUND ``WeightExporter.get_weights_by_name``: refuses folded weights with a log line.
+
+    Returns:
+        ``NOT_GIVEN``, which ``explain_refusal`` turns into an error with the reason. SGLang loads no plugins in the
+        processes of ``--tokenizer-worker-num``: with several of them None, which SGLang answers with its own error.
+    """
+    from sglang.srt.runtime_context import get_server_args
+
     found = original(self, name, *args, **kwargs)
     if found is None or not folded() or not is_folded_weight(name):
         return found
     logger.error("get_weights_by_name %s: %s", name, _NO_EXPORT)
-    return NOT_GIVEN
+    return None if (compat.resolved(get_server_args(), "tokenizer_worker_num") or 1) > 1 else NOT_GIVEN
 
 
 async def explain_refusal(original: Original, self: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import inspect
 import pkgutil
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import sglang.srt
 import torch
+from sglang.srt import runtime_context
+from sglang.srt.entrypoints import http_server
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 from sglang.srt.layers.radix_attention import RadixAttention
 
@@ -290,8 +294,10 @@ def test_every_way_in_or_out_is_hooked(owner):
 @pytest.fixture
 def folded(applied, monkeypatch):
     """Returns the state of a worker with folded value rotations, in a process that serves with ``--kv-quant``."""
-    state = SimpleNamespace(status={"v_rotation_folded": True})
+    state = SimpleNamespace(status={"v_rotation_folded": True}, args=SimpleNamespace(tokenizer_worker_num=1))
     monkeypatch.setattr(runtime, "_current", state)
+    monkeypatch.setattr(runtime_context, "get_server_args", lambda: state.args)
+    monkeypatch.setattr(compat, "resolved", lambda args, field, default=None: getattr(args, field, default))
     monkeypatch.setattr(applied, "_config", KVQuantConfig("hadamard"))
     return state
 
@@ -331,6 +337,16 @@ def test_only_what_is_folded_cannot_be_read(folded, caplog, name, is_folded):
     assert (name in caplog.text) == is_folded
     missing = folded_weights.refuse_reading(lambda self, name, size: None, None, name, 100)
     assert missing is None, "a parameter that the model does not have was said to be folded"
+
+
+def test_processes_without_the_plugin_get_no_value_to_pass_on(folded):
+    """With ``--tokenizer-worker-num``, nothing turns ``NOT_GIVEN`` into an error; SGLang makes an error of None."""
+    folded.args.tokenizer_worker_num = 2
+    read = partial(folded_weights.refuse_reading, lambda self, name, size: [1.0], None)
+    assert read("model.layers.0.self_attn.v_proj.weight", 100) is None
+    assert read("model.layers.0.self_attn.q_proj.weight", 100) == [1.0]
+    source = inspect.getsource(http_server.get_weights_by_name)
+    assert "if ret is None:\n            return _create_error_response(" in source
 
 
 @pytest.mark.parametrize("found", [[[]], [[[]], [[]]], [[1.0], [[]]]], ids=["one", "ranks", "some ranks"])
