@@ -21,6 +21,8 @@ IDENTITY_FIELDS = (
 UNCACHED_LAYER_TYPES = frozenset(
     {"linear_attention", "mamba", "conv", "sliding_attention", "chunked_attention", "moe", "mlp"}
 )
+#: Why transformers cannot run a model that ``has_windows`` for calibration.
+WINDOWS = "some layers have sliding windows, which calibration in transformers does not cover"
 
 
 class Geometry(NamedTuple):
@@ -76,6 +78,18 @@ def unapplied_window(hf_config: Any) -> int | None:
     if not isinstance(window, int) or window <= 0 or get("use_sliding_window") is False:
         return None
     return None if "sliding_attention" in (get("layer_types") or ()) else window
+
+
+def has_windows(hf_config: Any) -> bool:
+    """Returns True if layers with windows lie between those of full attention; only SGLang runs such calibrations."""
+    return not {"sliding_attention", "chunked_attention"}.isdisjoint(_getter(hf_config)("layer_types") or ())
+
+
+def why_no_transform(hf_config: Any) -> str | None:
+    """Returns why no calibration for transform coding can run a model; None if one may."""
+    if not has_windows(hf_config):
+        return None
+    return f"{WINDOWS}, and SGLang gives no gradients for --composition transform. Use --kv-quant oscar."
 
 
 def identity(hf_config: Any) -> dict[str, Any]:

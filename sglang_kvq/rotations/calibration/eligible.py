@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_kvq.errors import KVQuantError
+from sglang_kvq.rotations.identity import WINDOWS, has_windows, why_no_transform
 
 CAUSAL, VISION = "AutoModelForCausalLM", "AutoModelForImageTextToText"
 
@@ -72,27 +73,11 @@ def calibrate_command(path: str, hf_config: Any, trust_remote_code: bool, *, tra
     return shlex.join([*words, "--text", "FILE", "--output", "rotations"])
 
 
-_WINDOWS = "some layers have sliding windows, which calibration in transformers does not cover"
-
-
-def has_windows(hf_config: Any) -> bool:
-    """Returns True if layers with windows lie between those of full attention; only SGLang runs such calibrations."""
-    text = hf_config.get_text_config() if hasattr(hf_config, "get_text_config") else hf_config
-    return not {"sliding_attention", "chunked_attention"}.isdisjoint(getattr(text, "layer_types", None) or ())
-
-
-def why_no_transform(hf_config: Any) -> str | None:
-    """Returns why no calibration for transform coding can run a model; None if one may."""
-    if not has_windows(hf_config):
-        return None
-    return f"{_WINDOWS}, and SGLang gives no gradients for --composition transform. Use --kv-quant oscar."
-
-
 def check_windows(path: str, hf_config: Any) -> None:
     """Refuses to run a model that ``has_windows`` in transformers."""
     if has_windows(hf_config):
         raise KVQuantError(
-            f"{path}: {_WINDOWS}. Calibrate with `kvq calibrate --engine sglang`, or use --kv-quant int4, which "
+            f"{path}: {WINDOWS}. Calibrate with `kvq calibrate --engine sglang`, or use --kv-quant int4, which "
             "needs no rotations."
         )
 

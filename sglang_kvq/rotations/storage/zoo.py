@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_kvq.errors import KVQuantError
-from sglang_kvq.rotations.calibration.eligible import has_windows, why_no_transform
-from sglang_kvq.rotations.identity import identity
+from sglang_kvq.rotations.identity import has_windows, identity, why_no_transform
 from sglang_kvq.rotations.storage.hub import TENSOR_FILE
 from sglang_kvq.rotations.storage.registry import ROTATION_ZOO, HubLocation, name_of, published_at, published_for
 from sglang_kvq.rotations.storage.schema import CONFIG_FILE, TRANSFORM_VERSION, parse_config

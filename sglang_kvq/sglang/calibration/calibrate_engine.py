@@ -13,7 +13,6 @@ from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.rotations.base import Rotations
 from sglang_kvq.rotations.calibration.clips import ClipErrors
-from sglang_kvq.rotations.calibration.eligible import why_no_transform
 from sglang_kvq.rotations.calibration.hf_model import limit_threads
 from sglang_kvq.rotations.calibration.rope import roped_layers, turn_of
 from sglang_kvq.rotations.calibration.run import Progress, rotations_from
@@ -24,7 +23,7 @@ from sglang_kvq.rotations.calibration.settings import (
     first_positions,
 )
 from sglang_kvq.rotations.calibration.worker_files import read_samples, read_sums
-from sglang_kvq.rotations.identity import geometry_of
+from sglang_kvq.rotations.identity import geometry_of, why_no_transform
 
 #: Settings that SGLang needs on a machine without an accelerator.
 CPU = {"device": "cpu", "dtype": "bfloat16", "sampling_backend": "pytorch", "grammar_backend": "none"}

@@ -11,8 +11,9 @@ from typer.testing import CliRunner
 
 from sglang_kvq.cli import app
 from sglang_kvq.rotations import load_rotations
-from sglang_kvq.rotations.calibration.eligible import auto_class, has_windows, why_not
+from sglang_kvq.rotations.calibration.eligible import auto_class, why_not
 from sglang_kvq.rotations.calibration.rope import check_turn, turn_of
+from sglang_kvq.rotations.identity import has_windows
 from tests.rotations.helpers import tiny_model_folder
 
 pytestmark = pytest.mark.usefixtures("one_thread")
