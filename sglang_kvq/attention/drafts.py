@@ -37,8 +37,8 @@ class DraftBatch:
         return self.seen.shape[1]
 
 
-def check_count(count: int, recent_tokens: int) -> None:
-    """Refuses numbers of drafts that windows or kernels cannot hold.
+def check_count(count: int) -> None:
+    """Refuses numbers of drafts that kernels or the smallest window, a page, cannot hold.
 
     A page becomes a record once it has left the window. If there are at most as many drafts as recent tokens, the page
     holds only committed tokens by then. So no rejected draft can enter a record.
@@ -46,9 +46,10 @@ def check_count(count: int, recent_tokens: int) -> None:
     Raises:
         KVQuantError: the message names the number and the fix.
     """
-    most = min(MOST_DRAFTS, recent_tokens)
-    if not 1 <= count <= most:
-        raise KVQuantError(f"--speculative-num-draft-tokens {count}: must be 1 to {most} with --kv-quant. Change it.")
+    if not 1 <= count <= MOST_DRAFTS:
+        raise KVQuantError(
+            f"--speculative-num-draft-tokens {count}: must be 1 to {MOST_DRAFTS} with --kv-quant. Change it."
+        )
 
 
 def chain(count: int, device: torch.device | str = "cpu") -> torch.Tensor:

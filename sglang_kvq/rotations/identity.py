@@ -92,6 +92,12 @@ def why_no_transform(hf_config: Any) -> str | None:
     return f"{WINDOWS}, and SGLang gives no gradients for --composition transform. Use --kv-quant oscar."
 
 
+def calibrate_options(hf_config: Any, *, transform: bool = False) -> list[str]:
+    """Returns the options of ``kvq calibrate`` that a model, and rotations for transform coding, need."""
+    engine = ["--engine", "sglang"] if has_windows(hf_config) else []
+    return ["--composition", "transform", *engine] if transform else engine
+
+
 def identity(hf_config: Any) -> dict[str, Any]:
     """Returns the ``IDENTITY_FIELDS`` of a transformers config or its dict, with transformers' defaults filled in."""
     get = _getter(hf_config)

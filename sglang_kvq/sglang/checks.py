@@ -266,7 +266,7 @@ def check_resolved(server_args: ServerArgs, config: KVQuantConfig) -> None:
     )
     if (window := unapplied_window(model.hf_config)) is not None:
         logger.info("SGLang does not apply the config's sliding_window of %d tokens: all layers see all tokens", window)
-    check_speculation(server_args, config, model)
+    check_speculation(server_args, model)
     hicache_checks.check_resolved(server_args, config, model)
     if model.is_hybrid_swa and (canary := compat.resolved(server_args, "kv_canary", "none")) not in (None, "none"):
         raise KVQuantError(

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_kvq.errors import KVQuantError
-from sglang_kvq.rotations.identity import WINDOWS, has_windows, why_no_transform
+from sglang_kvq.rotations.identity import WINDOWS, calibrate_options, has_windows, why_no_transform
 
 CAUSAL, VISION = "AutoModelForCausalLM", "AutoModelForImageTextToText"
 
@@ -66,11 +66,9 @@ def why_not(path: str, hf_config: Any, trust_remote_code: bool, *, transform: bo
 
 def calibrate_command(path: str, hf_config: Any, trust_remote_code: bool, *, transform: bool = False) -> str:
     """Returns the command that makes rotations of a model for which ``why_not`` with these arguments is None."""
-    words = ["kvq", "calibrate", path]
-    words += ["--composition", "transform"] if transform else []
-    words += ["--engine", "sglang"] if has_windows(hf_config) else []
-    words += ["--trust-remote-code"] if trust_remote_code else []
-    return shlex.join([*words, "--text", "FILE", "--output", "rotations"])
+    options = calibrate_options(hf_config, transform=transform)
+    options += ["--trust-remote-code"] if trust_remote_code else []
+    return shlex.join(["kvq", "calibrate", path, *options, "--text", "FILE", "--output", "rotations"])
 
 
 def check_windows(path: str, hf_config: Any) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_kvq.errors import KVQuantError
-from sglang_kvq.rotations.identity import has_windows, identity, why_no_transform
+from sglang_kvq.rotations.identity import calibrate_options, identity, why_no_transform
 from sglang_kvq.rotations.storage.hub import TENSOR_FILE
 from sglang_kvq.rotations.storage.registry import ROTATION_ZOO, HubLocation, name_of, published_at, published_for
 from sglang_kvq.rotations.storage.schema import CONFIG_FILE, TRANSFORM_VERSION, parse_config
@@ -27,11 +27,8 @@ def find_rotations(model_path: str, hf_config: Any, *, transform: bool = False) 
     Raises:
         KVQuantError: no rotations are known; the message says how to make or choose some.
     """
-    wanted, calibrate = identity(hf_config), f"kvq calibrate {model_path}"
-    if transform:
-        calibrate += " --composition transform"
-    if has_windows(hf_config):
-        calibrate += " --engine sglang"
+    wanted = identity(hf_config)
+    calibrate = " ".join(["kvq calibrate", model_path, *calibrate_options(hf_config, transform=transform)])
     name = name_of(model_path)
     for folder, config in shipped():
         if config.get("model") != wanted or is_transform(config) != transform:

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 
 from sglang_kvq.attention.drafts import chain, check_count, from_mask
-from sglang_kvq.config import KVQuantConfig
 from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.sglang import compat, runtime
@@ -33,7 +32,7 @@ DRAFT_DTYPES = {
 }
 
 
-def check_speculation(server_args: ServerArgs, config: KVQuantConfig, model: ModelConfig) -> None:
+def check_speculation(server_args: ServerArgs, model: ModelConfig) -> None:
     """Refuses settings of speculation, as SGLang decided them, and draft models that were not tried.
 
     Raises:
@@ -43,7 +42,7 @@ def check_speculation(server_args: ServerArgs, config: KVQuantConfig, model: Mod
     if algorithm is None:
         return
     count = compat.resolved(server_args, "speculative_num_draft_tokens")
-    check_count(int(count), config.recent_tokens)
+    check_count(int(count))
     if getattr(server_args, "enable_streaming_session", False):
         raise KVQuantError(
             "--enable-streaming-session: speculative decoding in sessions that keep their rows was not tried with "

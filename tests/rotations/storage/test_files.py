@@ -398,7 +398,9 @@ def test_conversion_keeps_what_was_measured(tmp_path):
 
 def test_the_folder_of_a_model_is_called_so(tmp_path):
     (tmp_path / CONFIG_FILE).write_text('{"model_type": "llama", "architectures": ["LlamaForCausalLM"]}')
-    with pytest.raises(KVQuantError, match=f"^{tmp_path}: the folder of a model, not of rotations. Make "):
+    with pytest.raises(
+        KVQuantError, match=f"^{tmp_path}: the folder of a model, not of rotations. Make rotations with"
+    ):
         load_rotations(tmp_path, **GEOMETRY)
 
 

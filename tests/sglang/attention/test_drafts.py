@@ -92,8 +92,8 @@ def test_what_is_refused(flags, text, monkeypatch):
     args = SimpleNamespace(speculative_algorithm="EAGLE3", **flags)
     monkeypatch.setattr(compat, "resolved", lambda sa, field, default=None: getattr(sa, field, default))
     with pytest.raises(KVQuantError, match=text):
-        drafts.check_speculation(args, CONFIG, PLAIN)
-    drafts.check_speculation(SimpleNamespace(speculative_algorithm=None, **flags), CONFIG, PLAIN)
+        drafts.check_speculation(args, PLAIN)
+    drafts.check_speculation(SimpleNamespace(speculative_algorithm=None, **flags), PLAIN)
 
 
 @pytest.mark.parametrize(("algorithm", "drafts", "written"), [("NGRAM", 4, 4), (None, 4, 1), (None, None, 1)])
@@ -108,9 +108,9 @@ def test_drafts_that_branch_are_not_verified_as_a_chain(field, monkeypatch):
     monkeypatch.setattr(compat, "resolved", lambda sa, field, default=None: getattr(sa, field, default))
     args = SimpleNamespace(speculative_algorithm="NGRAM", speculative_num_draft_tokens=4, device="cpu", **{field: True})
     with pytest.raises(KVQuantError, match=f"--{field.replace('_', '-')}: .* NGRAM branch. Leave it out"):
-        drafts.check_speculation(args, CONFIG, PLAIN)
+        drafts.check_speculation(args, PLAIN)
     args.speculative_algorithm = "EAGLE"
-    drafts.check_speculation(args, CONFIG, PLAIN)
+    drafts.check_speculation(args, PLAIN)
 
 
 @pytest.mark.parametrize(("algorithm", "breadth"), [("NGRAM", 2), ("EAGLE", 1), (None, 0)])
@@ -178,13 +178,13 @@ def test_whole_models_as_drafts_have_nothing_but_a_kv_cache(beside, monkeypatch)
     for algorithm in ("NGRAM", "EAGLE", "EAGLE3", "STANDALONE"):
         args = SimpleNamespace(speculative_algorithm=algorithm, speculative_num_draft_tokens=4, device="cpu")
         drafted_by(PLAIN)
-        drafts.check_speculation(args, CONFIG, model)
+        drafts.check_speculation(args, model)
         drafted_by(model)
         if algorithm != "STANDALONE":
-            drafts.check_speculation(args, CONFIG, model)
+            drafts.check_speculation(args, model)
             continue
         with pytest.raises(KVQuantError, match=f"draft-model-path {model.model_path}: .* keeps {beside}"):
-            drafts.check_speculation(args, CONFIG, PLAIN)
+            drafts.check_speculation(args, PLAIN)
 
 
 class Algorithm:
