@@ -7,13 +7,14 @@
 Copies shuffled pages of all layers to and from shuffled rows of pinned host memory. Every copy is first checked byte by
 byte; a wrong one gets no speed. ``torch`` makes the same copies through a staging tensor, and the host waits. ``whole``
 is one copy of as many consecutive bytes, which shows what the bus carries. ``--programs`` sets how many programs share
-a load, or gather the pages of a backup, in order to choose ``kernels.tiers.host_rows._LOADERS``. Times are medians and
-include launches. Takes about a minute on one GPU.
+a load, or gather the pages of a backup, in order to choose ``_LOADERS`` and ``_GATHERERS`` of
+``kernels.tiers.host_rows``. Times are medians and include launches. Takes about a minute on one GPU.
 
 ``--beside`` measures copies and decode steps at the same time, on two streams. A step is a CUDA graph of all layers:
 the attention of 48 requests of 12,000 tokens, and a product that reads as many weights as a layer of Qwen3-8B has.
 ``slower`` is the time of a step during copies, relative to its time alone; ``gb_per_s`` is the copies' bandwidth.
-``backup by a kernel`` writes to host memory without the copy engine.
+``backup by a kernel`` writes to host memory without the copy engine; ``one copy`` uses only that engine, for as many
+consecutive bytes.
 """
 
 from __future__ import annotations
@@ -234,9 +235,14 @@ def beside_rows(args: argparse.Namespace) -> Iterator[dict]:
     step, stream = Step(args.layers), torch.cuda.Stream()
     for pages in args.pages:
         scene = Scene(FORMATS["2.25 bits"], args.layers, pages, torch.device("cuda"))
-        ways = {"backup": scene.backup, "backup by a kernel": scene.backup_by_a_kernel, "load": scene.load}
+        ways = {
+            "backup": scene.backup,
+            "one copy": scene.whole(back=False),
+            "backup by a kernel": scene.backup_by_a_kernel,
+            "load": scene.load,
+        }
         for way, copy in ways.items():
-            for programs in args.programs or [None]:
+            for programs in args.programs if args.programs and way != "one copy" else [None]:
                 _use(programs)
                 scene.check()
                 step.us(5)
