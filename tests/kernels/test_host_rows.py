@@ -42,12 +42,11 @@ def wait() -> None:
 
 
 #: Numbers of programs and of words that each moves at a time: uneven shares of rows and their parts, or as served.
-LAUNCHES = {"few": (3, 512), "one": (1, 2048), "as-served": (host_rows._LOADERS, host_rows._WORDS)}
+LAUNCHES = {"few": (3, 512), "one": (1, 2048), "as-served": (host_rows._PROGRAMS, host_rows._WORDS)}
 
 
 def use_launch(monkeypatch: pytest.MonkeyPatch, launch: tuple[int, int]) -> None:
-    monkeypatch.setattr(host_rows, "_LOADERS", launch[0])
-    monkeypatch.setattr(host_rows, "_GATHERERS", launch[0])
+    monkeypatch.setattr(host_rows, "_PROGRAMS", launch[0])
     monkeypatch.setattr(host_rows, "_WORDS", launch[1])
 
 

@@ -6,9 +6,9 @@
 A page's records of one layer are contiguous on both sides. They are opaque bytes, moved 16 at a time. A table on the
 device says where each layer's records are, so that one launch can gather layers of different widths.
 
-Programs share the rows (page, layer). Those that read host memory slow the kernels that run meanwhile: decode steps by
-2% with 4 programs, by 17% with 16 (docs/notes/hicache.md). So loads have ``_LOADERS`` programs. A backup first gathers
-pages on the device, with ``_GATHERERS`` programs; then the copy engine moves them (``cache.host_pages``).
+At most ``_PROGRAMS`` programs share the rows (page, layer), because copies slow the kernels that run meanwhile: decode
+steps take at most 3% longer with 4 programs, up to 17% with 16 (docs/notes/hicache.md). A backup first gathers pages on
+the device; then the copy engine moves them (``cache.host_pages``).
 
 The host's side of a load is a tensor in pinned memory: Triton asks the driver for the device address of each argument,
 and refuses memory that the device cannot reach.
@@ -30,7 +30,7 @@ VECTOR = 16
 #: 4-byte words of a row that a program moves at a time: 16 KiB in flight.
 _WORDS = 4096
 #: Programs of a launch, at most.
-_LOADERS, _GATHERERS = 4, 32
+_PROGRAMS = 4
 
 
 class Row(NamedTuple):
@@ -106,7 +106,7 @@ def _launch(
         )
     rows = len(pages) * layers
     start_kernel(
-        _copy_rows, (min(rows, _GATHERERS if gather else _LOADERS),),
+        _copy_rows, (min(rows, _PROGRAMS),),
         table, first, layers, rows, pages, host, host_pages, host.stride(0),
         GATHER=gather,
         WORDS=_WORDS,
