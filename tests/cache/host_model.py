@@ -7,7 +7,7 @@ when somebody waits for it. Copies in one direction keep their order.
 Write-through backs up prefixes that enter the tree, and frees no page that is being copied. Write-back backs up
 prefixes that the tree evicts, and waits for the copies. When a request starts, pages of its prompt that only the host
 has are loaded. The next prefill waits for every load submitted before it. A plan waits for loads of pages that it
-copies or folds. Nothing else waits.
+copies or folds. A move of pages in a shared memory waits for all copies. Nothing else waits.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from sglang_kvq.cache.host_pages import HostLayout
-from sglang_kvq.cache.pending import Fill
+from sglang_kvq.cache.pending import CopiedPages, FoldedPages
 from sglang_kvq.constants import PAGE_SIZE as P
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ Key = tuple[int, ...]
 
 @dataclass(eq=False)
 class Copy:
-    """A submitted copy: pages of the tree, and the function that copies them when it is their turn."""
+    """A submitted copy: prefixes in the tree, their page ids, and the function that copies when it is their turn."""
 
     keys: list[Key]
     pages: list[int]
@@ -47,10 +47,17 @@ class Host:
         held: host page of each prefix that the host has, or is about to have.
         loads, backups: pages copied so far.
         aborted: loads whose request left before they ran.
+        waited: moves of pages that waited for copies.
     """
 
-    def __init__(self, model: Model, pages: int, rng: random.Random, *, write_back: bool = False) -> None:
-        self.model, self.rng, self.write_back = model, rng, write_back
+    def __init__(
+        self, model: Model, pages: int, rng: random.Random, *, write_back: bool = False, soon: float = 0.4
+    ) -> None:
+        """
+        Args:
+            soon: how likely some copies happen whenever they may.
+        """
+        self.model, self.rng, self.write_back, self.soon = model, rng, write_back, soon
         self.layout = HostLayout(model.pool)
         self.rows = torch.full((pages, self.layout.page_bytes + 16), POISON, dtype=torch.uint8)
         self.free = list(range(pages))
@@ -63,7 +70,8 @@ class Host:
         self.awaited = True  # False: loads were submitted, and no batch that waits for them was launched since
         self.wanted: set[Key] = set()  # about to be loaded
         self.records: dict[Key, torch.Tensor] = {}
-        self.loads = self.backups = self.aborted = 0
+        self.loads = self.backups = self.aborted = self.waited = 0
+        model.tiers.wait_for_copies = self.wait_for_copies
 
     # -- what the tree and requests do ---------------------------------------------------------------
 
@@ -134,7 +142,7 @@ class Host:
         self.happen()
 
     def submit_backup(self, keys: list[Key]) -> None:
-        pages = self._begin(keys, self.model.tiers.before_backup)
+        ids, pages = self._begin(keys, self.model.tiers.before_backup)
         there = self._rows_of(keys)
 
         def run() -> None:
@@ -143,19 +151,19 @@ class Host:
                 self.check(key)
             self.backups += len(keys)
 
-        self.writing.append(Copy(keys, pages.tolist(), run))
+        self.writing.append(Copy(keys, ids, run))
 
     def submit_loads(self) -> None:
         """Submits the loads that admission has queued, before the batch is planned."""
         keys, self.to_load = self.to_load, []
         if keys:
-            pages, there = self._begin(keys, self.model.tiers.before_load), self._rows_of(keys)
+            (ids, pages), there = self._begin(keys, self.model.tiers.before_load), self._rows_of(keys)
 
             def run() -> None:
                 self.layout.load_layer(self.model.pool, 0, self.rows, there, pages)
                 self.loads += len(keys)
 
-            self.loading.append(Copy(keys, pages.tolist(), run))
+            self.loading.append(Copy(keys, ids, run))
             self.awaited = False
         self.happen()
 
@@ -168,13 +176,14 @@ class Host:
             self.submit_loads()
             self.finish(self.loading)
 
-    def _begin(self, keys: list[Key], prepare: Callable[[torch.Tensor], None]) -> torch.Tensor:
-        """Runs the tiers' preparation on the stream of the layers in flight, after them. Returns the pages, int64."""
+    def _begin(
+        self, keys: list[Key], prepare: Callable[[torch.Tensor], torch.Tensor]
+    ) -> tuple[list[int], torch.Tensor]:
+        """Runs the tiers' preparation on the stream of the layers in flight, after them. Returns page ids and pages."""
         self.model.land()
         self.before_plan()
-        pages = torch.tensor([self.model.tree[key] for key in keys], dtype=torch.int64)
-        prepare(pages)
-        return pages
+        ids = [self.model.tree[key] for key in keys]
+        return ids, prepare(torch.tensor(ids, dtype=torch.int64))
 
     def _rows_of(self, keys: list[Key]) -> torch.Tensor:
         return torch.tensor([self.held[key] for key in keys], dtype=torch.int64)
@@ -182,7 +191,7 @@ class Host:
     def happen(self) -> None:
         """Lets some copies happen in each direction: none, the next few, or all that wait."""
         for copies in (self.writing, self.loading):
-            if copies and self.rng.random() < 0.4:
+            if copies and self.rng.random() < self.soon:
                 self.finish(copies, self.rng.randint(1, len(copies)))
 
     def finish(self, copies: list[Copy], count: int | None = None) -> None:
@@ -198,8 +207,15 @@ class Host:
 
     def before_plan(self) -> None:
         """Waits for loads of pages that the plan itself reads: sources of copies and folds."""
-        sources = {page for e in self.model.tiers.pending._events if isinstance(e, Fill) for page in e.source.tolist()}
+        fills = [e for e in self.model.tiers.pending._events if isinstance(e, CopiedPages | FoldedPages)]
+        sources = {page for e in fills for page in e.source.tolist()}
         self.wait([copy for copy in self.loading if sources & set(copy.pages)])
+
+    def wait_for_copies(self) -> None:
+        """Waits for all copies, because pages are about to move in a shared memory."""
+        self.waited += bool(self.writing or self.loading)
+        self.finish(self.writing)
+        self.finish(self.loading)
 
     def offers(self, pages: list[int]) -> bool:
         """Returns whether these pages may be copied or folded; submits their load first if it is queued.

@@ -188,7 +188,7 @@ class Driver:
     def decode(self, padding: int) -> None:
         model, rng = self.model, self.rng
         self.evict(self.pages_wanted() - model.room())
-        while self.pages_wanted() > model.room():
+        while self.decoding and self.pages_wanted() > model.room():
             self.retract(self.decoding[-1])
         if not self.decoding:
             return

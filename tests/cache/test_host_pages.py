@@ -9,11 +9,13 @@ import torch
 
 from sglang_kvq.cache.host_pages import ALIGNED, HostLayout
 from sglang_kvq.cache.pool import PagePool
+from sglang_kvq.cache.shared.arena import Arena, padded
 from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.formats.code import CodeFormat
 from sglang_kvq.formats.page import PageFormat
 from sglang_kvq.formats.planes import PlaneCode, PlaneFormat
+from sglang_kvq.formats.record import RecordFormat
 
 TWO, FOUR = PageFormat(64, 64), PageFormat(64, 64, k=CodeFormat(4), v=CodeFormat(3))
 PLANES = PlaneFormat(64, PlaneCode((4, 3, 1, 0)), PlaneCode((3, 2, 2, 1)))
@@ -28,10 +30,15 @@ def ids(pages: list[int]) -> torch.Tensor:
     return torch.tensor(pages, dtype=torch.int64)
 
 
-def pool_of(formats, kv_heads: int = 3, device: str = "cpu") -> PagePool:
-    """Returns a pool whose records hold random bytes."""
+def pool_of(formats, kv_heads: int = 3, device: str = "cpu", shared: bool = False) -> PagePool:
+    """Returns a pool whose records hold random bytes; shared: they share a memory with the BF16 pages."""
     table = torch.zeros(1, PAGES * PAGE_SIZE, dtype=torch.int32, device=device)
-    pool = PagePool.allocate(formats, kv_heads=kv_heads, pages=PAGES, slots=1, req_to_token=table)
+    arena = None
+    if shared:
+        slot_bytes = 4 * len(formats) * kv_heads * PAGE_SIZE * formats[0].head_dim
+        arena = Arena.smallest(padded(kv_heads * sum(f.record_bytes for f in formats)), slot_bytes, 1, PAGES)
+    slots = 1 if arena is None else arena.slots
+    pool = PagePool.allocate(formats, kv_heads=kv_heads, pages=PAGES, slots=slots, req_to_token=table, arena=arena)
     for store in pool.stores:
         store.records.random_(POISON)  # any byte but the poison
     return pool
@@ -42,9 +49,14 @@ def poisoned(*shape: int) -> torch.Tensor:
 
 
 @pytest.fixture(params=FORMATS.values(), ids=FORMATS.keys())
-def pool(request) -> PagePool:
+def formats(request) -> tuple[RecordFormat, ...]:
+    return request.param
+
+
+@pytest.fixture(params=[False, True], ids=["divided", "shared"])
+def pool(request, formats) -> PagePool:
     torch.manual_seed(0)
-    return pool_of(request.param)
+    return pool_of(formats, shared=request.param)
 
 
 def test_rows_have_the_bytes_of_each_layer(pool):

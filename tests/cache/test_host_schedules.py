@@ -16,7 +16,7 @@ from sglang_kvq.cache.tiers import TierManager
 from sglang_kvq.constants import PAGE_SIZE as P
 from tests.cache.host_model import Host
 from tests.cache.scheduler_model import PLANES, Model
-from tests.cache.schedules import OVERLAP, Returning, converse, random_model
+from tests.cache.schedules import OVERLAP, Returning, converse, random_model, shared_model
 from tests.pairs import each
 
 POLICIES = {"write-through": False, "write-back": True}
@@ -46,6 +46,40 @@ def test_random_schedules(overlap, write_back):
     assert model.host.loads > 30 and model.host.backups > 30
     assert model.copied and model.folded
     assert model.host.aborted or not overlap
+
+
+def run_shared(seed: int, write_back: bool, overlap: bool, events: int = 80, **more) -> Model:
+    """Runs a schedule in which pages of a shared memory move while others are copied to and from the host."""
+    rng = random.Random(seed)
+    model = shared_model(rng, overlap=overlap, rows=rng.randint(2, 3), room=3, **more)
+    model.add_host(rng.randint(model.pages // 2, 2 * model.pages), rng, write_back=write_back, soon=0.05)
+    driver = Returning(model, rng)
+    driver.run(events)
+    driver.finish()
+    assert int(model.tiers.errors) == 0
+    return model
+
+
+@pytest.mark.parametrize("write_back", POLICIES.values(), ids=POLICIES)
+@pytest.mark.parametrize("overlap", OVERLAP.values(), ids=OVERLAP)
+def test_random_schedules_of_a_shared_memory(overlap, write_back):
+    model = run_shared(508 if write_back and overlap else 505, write_back, overlap)
+    assert model.host.loads > 10 and model.host.backups > 30
+    assert model.moved > 20 and model.host.waited
+    assert model.copied and model.folded
+
+
+def test_moves_that_do_not_wait_for_copies_are_found(monkeypatch):
+    monkeypatch.setattr(Host, "wait_for_copies", never)
+
+    def fails(seed: int) -> bool:
+        try:
+            run_shared(1000 + seed, seed % 2 == 0, seed % 4 < 2, 60)
+        except (AssertionError, RuntimeError):
+            return True
+        return False
+
+    assert any(fails(seed) for seed in range(12))
 
 
 @each(drafts=[2, 7], write_back=POLICIES)
@@ -132,8 +166,8 @@ def test_a_prefix_whose_load_is_queued_is_inserted_by_another_request_only_after
 class NothingFirst(TierManager):
     """A faulty manager: events are still pending when pages are copied."""
 
-    def _apply_for_copy(self, what: str, pages: torch.Tensor) -> None:
-        pass
+    def _apply_for_copy(self, what: str, ids: torch.Tensor) -> torch.Tensor:
+        return self.pages_of(ids)
 
 
 class Late(TierManager):
@@ -153,24 +187,26 @@ class Late(TierManager):
 class LateMarks(Late):
     """A faulty manager: loaded pages count as quantized only after the next plan."""
 
-    def before_load(self, pages: torch.Tensor) -> None:
-        self._apply_for_copy("before_load", pages)
+    def before_load(self, ids: torch.Tensor) -> torch.Tensor:
+        pages = self._apply_for_copy("before_load", ids)
         self.later.append((lambda self, pages: self.page_valid.index_fill_(0, pages, True), pages))
+        return pages
 
 
 class LateRecords(Late):
     """A faulty manager: pages are quantized after the copy."""
 
-    def before_backup(self, pages: torch.Tensor) -> None:
-        self._apply_for_copy("before_backup", pages)
+    def before_backup(self, ids: torch.Tensor) -> torch.Tensor:
+        pages = self._apply_for_copy("before_backup", ids)
         self.later.append((TierManager.ensure_records, pages))
+        return pages
 
 
 class NoMarks(TierManager):
     """A faulty manager: loaded pages never count as quantized."""
 
-    def before_load(self, pages: torch.Tensor) -> None:
-        self._apply_for_copy("before_load", pages)
+    def before_load(self, ids: torch.Tensor) -> torch.Tensor:
+        return self._apply_for_copy("before_load", ids)
 
 
 def found(write_back: bool, manager: type[TierManager] = TierManager) -> bool:

@@ -16,11 +16,12 @@ from tests.e2e.client import Client
 from tests.e2e.test_server_metrics import eventually
 from tests.rotations.helpers import random_transform
 
-#: The device has 24 pages, which four prompts fill, and BF16 pages for one request: the next prompt takes them over.
+#: The device has 24 pages, which four prompts fill, and then seven BF16 pages.
 FLAGS = (
     *("--enable-hierarchical-cache", "--hicache-ratio", "3", "--hicache-storage-backend", "file"),
     *("--hicache-storage-prefetch-policy", "wait_complete", "--kv-quant-recent", "64"),
     *("--max-total-tokens", str(24 * PAGE_SIZE), "--max-running-requests", "1"),
+    *("--chunked-prefill-size", "128"),
     *("--enable-cache-report", "--enable-metrics", "--decode-log-interval", "1"),
 )
 #: Whole pages of a prompt, and tokens after them.
@@ -78,10 +79,11 @@ def start(servers, small_host, storage) -> Callable[..., Client]:
 
 
 def stayed(client: Client) -> list[float]:
-    """Returns prompt 0's answer from pages that stayed on the device while another prompt took their BF16 pages."""
-    for index in (0, 1, 2):
-        place, _ = ask(client, index)
-        assert place == at("device", 0), "nothing is cached yet"
+    """Returns prompt 0's answer from pages that stayed on the device while other prompts took their BF16 pages."""
+    place, _ = ask(client, 0)
+    assert place == at("device", 0), "nothing is cached yet"
+    for index in range(20, 30):  # one page each, which stays in BF16 longer than an older sink
+        client.generate(prompt(index)[: PAGE_SIZE + 8], 1)
     place, logprobs = ask(client, 0)
     assert place == at("device")
     return logprobs

@@ -18,8 +18,8 @@ from tests.pairs import each
 class Scene:
     """A pool of random records, and a poisoned host buffer with a tail behind each row."""
 
-    def __init__(self, formats: tuple[RecordFormat, ...], kv_heads: int, tail: int = 32) -> None:
-        self.pool = pool_of(formats, kv_heads, DEVICE)
+    def __init__(self, formats: tuple[RecordFormat, ...], kv_heads: int, tail: int = 32, shared: bool = False) -> None:
+        self.pool = pool_of(formats, kv_heads, DEVICE, shared)
         self.layout = HostLayout(self.pool)
         self.table = host_rows.row_table(self.pool.records, self.layout.offsets)
         self.host = self.buffer(tail)
@@ -43,6 +43,8 @@ def wait() -> None:
 
 #: Numbers of programs and of words that each moves at a time: uneven shares of rows and their parts, or as served.
 LAUNCHES = {"few": (3, 512), "one": (1, 2048), "as-served": (host_rows._PROGRAMS, host_rows._WORDS)}
+#: Records of a layer are contiguous, or they share a memory with BF16 pages and have gaps between pages.
+MEMORY = {"divided": False, "shared": True}
 
 
 def use_launch(monkeypatch: pytest.MonkeyPatch, launch: tuple[int, int]) -> None:
@@ -50,11 +52,11 @@ def use_launch(monkeypatch: pytest.MonkeyPatch, launch: tuple[int, int]) -> None
     monkeypatch.setattr(host_rows, "_WORDS", launch[1])
 
 
-@each(launch=LAUNCHES, formats=FORMATS, kv_heads=[3, 1, 8], tail=[32, 0, 16], rows=[1 << 20, 1, 2])
-def test_backup(launch, formats, kv_heads, tail, rows, monkeypatch):
+@each(launch=LAUNCHES, formats=FORMATS, kv_heads=[3, 1, 8], tail=[32, 0, 16], rows=[1 << 20, 1, 2], shared=MEMORY)
+def test_backup(launch, formats, kv_heads, tail, rows, shared, monkeypatch):
     """The copy passes through a buffer for one page, for two, or for all."""
     use_launch(monkeypatch, launch)
-    scene = Scene(formats, kv_heads, tail)
+    scene = Scene(formats, kv_heads, tail, shared)
     monkeypatch.setattr(host_pages, "STAGED", min(rows, len(SOURCE)) * scene.layout.page_bytes)
     want, before = scene.buffer(tail), [records.clone() for records in scene.pool.records]
     kernel = host_pages._Kernel(scene.pool, scene.layout.offsets, scene.layout.page_bytes)
@@ -65,10 +67,10 @@ def test_backup(launch, formats, kv_heads, tail, rows, monkeypatch):
     assert all(torch.equal(records, old) for records, old in zip(scene.pool.records, before))
 
 
-@each(launch=LAUNCHES, formats=FORMATS, kv_heads=[8, 1, 3])
-def test_load(launch, formats, kv_heads, monkeypatch):
+@each(launch=LAUNCHES, formats=FORMATS, kv_heads=[8, 1, 3], shared=MEMORY)
+def test_load(launch, formats, kv_heads, shared, monkeypatch):
     use_launch(monkeypatch, launch)
-    scene = Scene(formats, kv_heads)
+    scene = Scene(formats, kv_heads, shared=shared)
     scene.host.random_(POISON)
     kept, stores = scene.host.clone(), scene.pool.stores
     for store in stores:
@@ -123,5 +125,5 @@ def test_rows_that_are_not_aligned_are_refused():
         with pytest.raises(KVQuantError, match="host: rows of .* Align both to 16"):
             host_rows.gather_rows(scene.table, scene.source, host, scene.there)
     records = [torch.zeros(3, 1, 24, dtype=torch.uint8, device=DEVICE)]
-    with pytest.raises(KVQuantError, match="layer 0: records of 24 bytes per page, from address .* and at offset 0"):
+    with pytest.raises(KVQuantError, match="layer 0: records of 24 bytes per page, every 24 bytes from .* at offset 0"):
         host_rows.row_table(records, [0])

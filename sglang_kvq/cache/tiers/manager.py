@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 
@@ -30,6 +32,10 @@ def read_lens(prefix_lens: torch.Tensor | None, seq_lens: torch.Tensor) -> torch
     return seq_lens if prefix_lens is None else torch.where(seq_lens - prefix_lens == 1, seq_lens, prefix_lens)
 
 
+def _no_copies() -> None:
+    """Does nothing, because no pages are copied to or from host memory."""
+
+
 class TierManager(TierState):
     """Assigns BF16 pages in one ``PagePool``."""
 
@@ -38,6 +44,8 @@ class TierManager(TierState):
         self._fills = Fills(self, self._move_tokens)
         self._dirty = True
         self._forget = False  # True: forget everything before the next plan
+        #: Makes the current stream wait for all copies of pages to and from host memory that were submitted before.
+        self.wait_for_copies: Callable[[], None] = _no_copies
         #: Ids of the requests of the batch that runs. The caller sets them before each batch, because SGLang's view of
         #: a batch in a CUDA graph has none.
         self.requests: tuple[str, ...] = ()
@@ -241,6 +249,8 @@ class TierManager(TierState):
             self._fills.fold(event)
         elif isinstance(event, MovedBoundary):
             self._fills.place()  # first, because copies that wait name pages, which may move
+            if event.first_slot < self.first_slot:  # pages may move
+                self.wait_for_copies()
             move_boundary(self, event.first_slot)
         else:
             self._fills.arrive(event)
@@ -260,54 +270,64 @@ class TierManager(TierState):
 
     # -- copies to and from host memory ----------------------------------------------------------
 
-    def before_backup(self, pages: torch.Tensor) -> None:
+    def before_backup(self, ids: torch.Tensor) -> torch.Tensor:
         """Prepares pages for a copy of their records to host memory.
 
         Call this once, on the stream that runs the model, before the copy is submitted to another stream. That stream
-        must then wait for this one. The caller must keep the pages from being freed until the copy is done.
+        must then wait for this one. The caller must keep the pages from being freed until the copy is done, and set
+        ``wait_for_copies``.
 
         Pending events are applied first, because a page may be the target of a pending copy or fold. Then pages that
         exist only in BF16 are quantized. They keep their BF16 copies, so requests read the same values as before.
 
         Args:
-            pages: int64 ``[n]`` on the pool's device, whole pages of committed tokens.
+            ids: int64 ``[n]`` on the pool's device, page ids of whole pages of committed tokens.
+
+        Returns:
+            The pages of the ids, int64 ``[n]``. They stay where they are until ``wait_for_copies`` has been called.
 
         Raises:
             KVQuantError: pages of a move are not known yet (``PendingOps.has_open_move``). Nothing has changed.
         """
-        self._apply_for_copy("before_backup", pages)
+        pages = self._apply_for_copy("before_backup", ids)
         self.ensure_records(pages)
+        return pages
 
-    def before_load(self, pages: torch.Tensor) -> None:
+    def before_load(self, ids: torch.Tensor) -> torch.Tensor:
         """Prepares pages for a copy of their records from host memory.
 
         Call this once, on the stream that runs the model, before the copy is submitted to another stream. That stream
         must then wait for this one. Everything that reads the pages' records must wait for the copy: attention, and
-        plans that copy or fold the pages or restore their BF16 copies.
+        plans that copy or fold the pages or restore their BF16 copies. Moves wait, too (``wait_for_copies``).
 
         Pending events are applied first, because the pages may just have been freed, and a copy of their old records
         may be pending. Then the pages count as quantized. A page that already has a record or a BF16 copy is in use,
         which is an error; ``errors`` counts such pages.
 
         Args:
-            pages: int64 ``[n]`` on the pool's device, just allocated.
+            ids: int64 ``[n]`` on the pool's device, page ids that were just allocated.
+
+        Returns:
+            The pages of the ids, int64 ``[n]``. They stay where they are until ``wait_for_copies`` has been called.
 
         Raises:
             KVQuantError: pages of a move are not known yet (``PendingOps.has_open_move``). Nothing has changed.
         """
-        self._apply_for_copy("before_load", pages)
+        pages = self._apply_for_copy("before_load", ids)
         self.errors += (self.page_valid[pages] | (self.pool.page_slot[pages] >= 0)).sum()
         self.page_valid.index_fill_(0, pages, True)
+        return pages
 
-    def _apply_for_copy(self, what: str, pages: torch.Tensor) -> None:
-        """Applies pending events between plans, before pages are copied; ``what`` names the caller in the error."""
+    def _apply_for_copy(self, what: str, ids: torch.Tensor) -> torch.Tensor:
+        """Applies pending events between plans; returns the pages of ``ids``. ``what`` names the caller in errors."""
         if self.pending.has_open_move:
             raise KVQuantError(
                 f"{what}: an insertion into the tree is under way, whose pages are not known yet. Submit copies after "
                 "it."
             )
-        keep_alive([pages])
+        keep_alive([ids])
         self.apply_now()
+        return self.pages_of(ids)
 
     def keep_first_tokens(self, pages: torch.Tensor, tokens: torch.Tensor) -> None:
         """Keeps first tokens, BF16 ``[layers, n, 2, kv_heads, D]``, of pages int64 ``[n]`` loaded from elsewhere."""

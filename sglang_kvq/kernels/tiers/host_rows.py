@@ -3,8 +3,9 @@
     buffer[places[i], offset(l) :][: bytes(l)]  =  records(l)[pages[i]]         gather: every layer l
     records(l)[pages[i]]  =  host[host_pages[i], offset(l) :][: bytes(l)]       load: one layer l
 
-A page's records of one layer are contiguous on both sides. They are opaque bytes, moved 16 at a time. A table on the
-device says where each layer's records are, so that one launch can gather layers of different widths.
+A page's records of one layer are contiguous on both sides; the pages need not be. Records are opaque bytes, moved 16 at
+a time. A table on the device says where each layer's records are, so that one launch can gather layers of different
+widths.
 
 At most ``_PROGRAMS`` programs share the rows (page, layer), because copies slow the kernels that run meanwhile: decode
 steps take 1 to 4% longer with 4 programs, up to 17% with 16 (docs/notes/hicache.md). A backup first gathers pages on
@@ -37,12 +38,14 @@ class Row(NamedTuple):
     """One layer's records, int64 each, in the order of ``row_table``.
 
     Attributes:
-        address: address of page 0's records; those of page p are p * bytes later.
+        address: address of page 0's records; those of page p are p * stride later.
+        stride: bytes from one page's records to those of the next.
         bytes: size of a page's records, all KV heads.
         offset: start of the records in a host page.
     """
 
     address: int
+    stride: int
     bytes: int
     offset: int
 
@@ -51,21 +54,21 @@ FIELDS = field_count(Row)
 
 
 def row_table(records: Sequence[torch.Tensor], offsets: Sequence[int]) -> torch.Tensor:
-    """Returns where the layers' rows are, int64 ``[layers, 3]`` on the records' device; waits for the device.
+    """Returns where the layers' rows are, int64 ``[layers, 4]`` on the records' device; waits for the device.
 
-    records: uint8 ``[pages + 1, kv_heads, record_bytes]`` of each layer, contiguous; they must outlive the table.
-    offsets: where each layer's records begin in a host page.
+    records: uint8 ``[pages + 1, kv_heads, record_bytes]`` of each layer, contiguous in a page; they must outlive the
+    table. offsets: where each layer's records begin in a host page.
 
     Raises:
         KVQuantError: a row does not begin or end at a multiple of 16 bytes.
     """
-    rows = [Row(x.data_ptr(), x[0].numel(), offset) for x, offset in zip(records, offsets, strict=True)]
+    rows = [Row(x.data_ptr(), x.stride(0), x[0].numel(), offset) for x, offset in zip(records, offsets, strict=True)]
     for layer, row in enumerate(rows):
         if any(n % VECTOR for n in row):
             raise KVQuantError(
-                f"layer {layer}: records of {row.bytes} bytes per page, from address {row.address:#x} and at offset "
-                f"{row.offset} of a host page: the kernel moves {VECTOR} bytes at a time. Align address, size and "
-                f"offset to {VECTOR}."
+                f"layer {layer}: records of {row.bytes} bytes per page, every {row.stride} bytes from address "
+                f"{row.address:#x}, and at offset {row.offset} of a host page: the kernel moves {VECTOR} bytes at a "
+                f"time. Align all to {VECTOR}."
             )
     return torch.tensor(rows, dtype=torch.int64).to(records[0].device)
 
@@ -130,7 +133,7 @@ def _copy_rows(
     for r in range(tl.program_id(0), rows, tl.num_programs(0)):
         row = Row(*load_fields(table + (first + r % layers) * FIELDS, FIELDS))
         page, there = tl.load(pages + r // layers), tl.load(host_pages + r // layers)
-        mine, theirs = row.address + page * row.bytes, host + there * host_bytes + row.offset
+        mine, theirs = row.address + page * row.stride, host + there * host_bytes + row.offset
         # The compiler cannot see that all are multiples of a vector.
         mine = tl.multiple_of(mine.to(tl.pointer_type(tl.int32)), VECTOR)
         theirs = tl.multiple_of(theirs.to(tl.pointer_type(tl.int32)), VECTOR)

@@ -48,7 +48,7 @@ class KVQuantHostPool(HostKVCache):
             size: size in 10^9 bytes, which replaces ``ratio`` unless it is 0.
             tag: text that storage adds to the names of pages.
         """
-        self.pool = tiers.pool
+        self.tiers, self.pool = tiers, tiers.pool
         self.page = HostPage(tiers.pool, tiers.sink_cache is not None)
         self.page_bytes = self.page.page_bytes
         self.places = torch.empty(0, dtype=torch.int64)
@@ -102,8 +102,12 @@ class KVQuantHostPool(HostKVCache):
     def prepare_transfer_indices(
         self, host_indices: torch.Tensor, device_indices: torch.Tensor, io_backend: str
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns page indices for the token indices on host and device."""
-        return pages_of(host_indices), pages_of(device_indices)
+        """Returns pages for the token indices on host and device.
+
+        SGLang calls this on the transfer's stream, which waits for the events that gave the ids their pages. The pages
+        then stay where they are until the transfer is done (``TierManager.wait_for_copies``).
+        """
+        return pages_of(host_indices), self.tiers.pages_of(pages_of(device_indices))
 
     def backup_from_device_all_layer(
         self, device_pool: Any, host_indices: torch.Tensor, device_indices: torch.Tensor, io_backend: str
@@ -114,7 +118,7 @@ class KVQuantHostPool(HostKVCache):
     def backup_from_device_all_layer_physical(
         self, device_pool: Any, host_indices: torch.Tensor, device_indices: torch.Tensor, io_backend: str
     ) -> None:
-        """Copies pages to the host. Indices are page indices.
+        """Copies pages to the host. Indices are those of ``prepare_transfer_indices``.
 
         ``transfers.before_start_writing`` has made the pages' records and noted their rows in ``places``.
 
@@ -156,7 +160,7 @@ class KVQuantHostPool(HostKVCache):
         *,
         is_draft: bool = False,
     ) -> None:
-        """Loads one layer's records. Indices are page indices.
+        """Loads one layer's records. Indices are those of ``prepare_transfer_indices``.
 
         ``transfers.before_start_loading`` has prepared the pages on the device.
         """
@@ -180,5 +184,5 @@ class KVQuantHostPool(HostKVCache):
 
 
 def pages_of(indices: torch.Tensor) -> torch.Tensor:
-    """Returns page indices int64 ``[n]`` for the token indices ``[64 n]`` of whole pages."""
+    """Returns page ids, or rows of host memory, int64 ``[n]`` for the token indices ``[64 n]`` of whole pages."""
     return indices[::PAGE_SIZE].long() // PAGE_SIZE

@@ -8,12 +8,15 @@ here, then the next plan. The copies start after the work here:
   have to copy that page.
 * A page that exists only in BF16 gets its record before a backup. It keeps its BF16 copy.
 * A page that is to be loaded counts as quantized from now on. Attention waits for each layer's part of the copy.
+
+Pages of a shared memory move when its boundary moves. A move waits for all copies submitted before it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -35,13 +38,13 @@ def before_start_writing(controller: CacheController) -> None:
     if not queue:
         return
     tiers = runtime.live_tiers()
+    tiers.wait_for_copies = partial(_wait_for_copies, controller)
     with _layers_stream(controller, queue):
         tiers.before_backup(torch.cat([pages_of(operation.device_indices) for operation in queue]))
         if host.page.token_bytes:
             # In a node of the tree only the first page may begin a sequence.
-            pages = torch.cat([pages_of(operation.device_indices[:1]) for operation in queue])
-            tokens = host.page.gather_tokens(tiers, pages)
-            host.gathered = [_first_page(operation) for operation in queue], tokens
+            tokens = host.page.gather_tokens(tiers, _first_pages(tiers, queue))
+            host.gathered = [_first_row(operation) for operation in queue], tokens
             if tokens.is_cuda:
                 tokens.record_stream(controller.l2_transfer_engine.device_to_host_stream)
     host.places = torch.cat([pages_of(operation.host_indices) for operation in queue])
@@ -56,9 +59,10 @@ def before_start_loading(controller: CacheController) -> None:
     if (host := host_pool_of(controller)) is None or not (queue := _with_pages(controller.load_queue)):
         return
     tiers = runtime.live_tiers()
+    tiers.wait_for_copies = partial(_wait_for_copies, controller)
     with _layers_stream(controller, queue):
         tiers.before_load(torch.cat([pages_of(operation.device_indices) for operation in queue]))
-        begins = [o for o in queue if host.page.token_bytes and host.page.has_token(host.kv_buffer, _first_page(o))]
+        begins = [o for o in queue if host.page.token_bytes and host.page.has_token(host.kv_buffer, _first_row(o))]
         if begins:
             _keep_first_tokens(tiers, host, begins)
 
@@ -89,8 +93,8 @@ def _keep_first_tokens(tiers: TierManager, host: KVQuantHostPool, begins: list[A
     SGLang's own copy later writes the same bytes.
     """
     device = tiers.pool.device
-    rows = [_first_page(operation) for operation in begins]
-    pages = torch.cat([pages_of(operation.device_indices[:1]) for operation in begins])
+    rows = [_first_row(operation) for operation in begins]
+    pages = _first_pages(tiers, begins)
     tokens = [host.page.token_of(host.kv_buffer, row).to(device, non_blocking=True) for row in rows]
     tiers.keep_first_tokens(pages, torch.stack(tokens, 1))
     (places,) = to_device([np.array(rows)], device)
@@ -110,9 +114,22 @@ def _with_pages(queue: list[Any]) -> list[Any]:
     return [operation for operation in queue if len(operation.device_indices)]
 
 
-def _first_page(operation: Any) -> int:
-    """Returns the host page of an operation's first page."""
+def _first_row(operation: Any) -> int:
+    """Returns the row in host memory of an operation's first page."""
     return int(pages_of(operation.host_indices[:1]))
+
+
+def _first_pages(tiers: TierManager, operations: list[Any]) -> torch.Tensor:
+    """Returns the first page of each operation on the device, int64 ``[n]``, after all events were applied."""
+    return tiers.pages_of(torch.cat([pages_of(operation.device_indices[:1]) for operation in operations]))
+
+
+def _wait_for_copies(controller: CacheController) -> None:
+    """Makes the current stream wait for all copies submitted so far, because pages are about to move in memory."""
+    if runtime.live_tiers().pool.device.type == "cuda":
+        engine = controller.l2_transfer_engine
+        for copies in (engine.device_to_host_stream, engine.host_to_device_stream):
+            torch.cuda.current_stream().wait_stream(copies)
 
 
 def _stream_of_layers(controller: CacheController) -> Any:

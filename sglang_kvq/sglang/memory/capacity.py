@@ -67,7 +67,6 @@ def why_not_shared(kvc: Configurator, config: KVQuantConfig, draft_page_bytes: i
     if drafts.keeps_states(kvc.model_config):
         return "the model's recurrent states take a fixed part of the memory"
     for flag, given in (
-        ("--enable-hierarchical-cache", compat.resolved(args, "enable_hierarchical_cache", False)),
         ("--disaggregation-mode", mode_of(args) is not None),
         ("--speculative-algorithm", draft_page_bytes or compat.resolved(args, "speculative_algorithm")),
         ("--enable-streaming-session", getattr(args, "enable_streaming_session", False)),

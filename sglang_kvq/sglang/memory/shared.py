@@ -160,6 +160,14 @@ class SharedBudget(PrefillBudget):
         fits = total_tokens + self.window < self._in_memory() - self.total_offset
         return (True, chunk_limit) if fits and total_tokens < super().remaining_total else (False, None)
 
+    def prepare_load_back(self, *, full_tokens: int, **more: Any) -> bool:
+        """Evicts cached prefixes so that an admitted request's pages can come from the host; returns whether they fit.
+
+        full_tokens: the request's tokens, those from the host included. more: for other pools, not needed.
+        """
+        self.allocator.evict_to_free_tokens(self.tree_cache, full_tokens)
+        return bool(math.ceil(full_tokens / self.page_size) <= self.allocator.room())
+
     def can_allocate_prefill(self, *, paged_input: int, **more: Any) -> bool:
         """Returns whether a prefill's pages fit. more: SGLang's arguments for other pools, not needed."""
         offset = max(self.total_offset, self.current_offset)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import random
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +16,8 @@ from sglang_kvq.constants import PAGE_SIZE as P
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.formats.page import PageFormat
 from sglang_kvq.sglang import runtime
-from tests.cache.scheduler_model import PLANES, Model
+from tests.cache.scheduler_model import PLANES, TWO_BITS, Model
+from tests.cache.schedules import shared_model
 from tests.cache.test_sink_token_cache import again, prompt
 from tests.cache.test_tiers import prefill
 
@@ -119,6 +121,28 @@ def test_a_conversation_comes_back_as_it_was(m, controller):
     first = int(m.pool.page_slot[back[0]]) > 0
     assert first is (m.tiers.sink_cache is not None), "a first token that came along has its BF16 page again"
     assert m.restored == first
+    m.leave(request, publish=True)
+
+
+@pytest.mark.parametrize("format", [TWO_BITS, PLANES], ids=["two bits", "first tokens"])
+def test_a_conversation_comes_back_to_a_shared_memory(format, monkeypatch):
+    """SGLang names pages by ids, which are not their places in a memory that BF16 pages share."""
+    m = shared_model(random.Random(0), rows=2, recent=2, sinks=1, format=format)
+    monkeypatch.setattr(runtime, "_current", SimpleNamespace(tiers=m.tiers))
+    m.free.reverse()
+    controller, text, rows = Controller(m), prompt(1), [3, 9, 2, 7, 5]
+    m.leave(prefill(m, text), publish=True)
+    ids = torch.tensor(pages_in_tree(m, text))
+    controller.write((ids.tolist(), rows))
+    pages = m.tiers.pages_of(ids)
+    assert not (pages == ids).any() and bool(m.tiers.page_valid[pages].all())
+    records = m.pool.records[0][pages].clone()
+    evicted(m, text)
+    back = m.tiers.pages_of(torch.tensor(loaded(m, controller, text, rows)))
+    assert torch.equal(m.pool.records[0][back], records)
+    request = again(m, text)  # reads all of it and compares
+    m.check()
+    assert int(m.tiers.errors) == 0 and m.restored == (m.tiers.sink_cache is not None)
     m.leave(request, publish=True)
 
 

@@ -117,6 +117,25 @@ def server(monkeypatch):
     return lambda pages=120, rows=30: Server(monkeypatch, pages, rows)
 
 
+def test_pages_from_the_host_take_the_place_of_cached_ones(server):
+    """Ids are free, but the memory is full of other prefixes: these are evicted, as far as the load needs it."""
+    one = server()
+    (_, stored), *_ = one.prefill([one.layout.tokens - 10 * P])
+    one.free_rows.append(1)  # the request has ended, and the tree has its pages
+    one.tree.pages = (stored[::P] // P).tolist()
+    cached, budget = len(one.tree.pages), one.budget()
+    assert one.admits(budget, 40 * P, P)
+    assert budget.load_back_needs_full_tokens is False, "SGLang passes what comes from the host"
+    assert budget.prepare_load_back(full_tokens=42 * P, extend_input_len=P, max_new_tokens=P)
+    assert 0 < one.tree.evicted < cached
+    locations = one.allocator.alloc(39 * P)
+    assert locations is not None and len(locations) == 39 * P
+    one.prefill([P])  # admitted with them
+    one.check()
+    assert not budget.prepare_load_back(full_tokens=one.layout.tokens, extend_input_len=P, max_new_tokens=P)
+    assert one.tree.evicted == cached, "what can be evicted was not enough"
+
+
 def test_one_request_may_have_the_whole_cache(server):
     one = server()
     capacity_ = one.layout.tokens
@@ -350,7 +369,7 @@ def configurator(**args):
         ({}, {}, None),
         ({}, {"bf16_budget": 0.2}, "--kv-quant-bf16-budget 0.2 fixes the share of BF16 pages"),
         ({}, {"capture": "f:1:1"}, "cannot be moved in memory with kvq calibrate"),
-        ({"enable_hierarchical_cache": True}, {}, "cannot be moved in memory with --enable-hierarchical-cache"),
+        ({"enable_hierarchical_cache": True}, {}, None),
         ({"disaggregation_mode": "decode"}, {}, "cannot be moved in memory with --disaggregation-mode"),
         ({"speculative_algorithm": "NGRAM"}, {}, "cannot be moved in memory with --speculative-algorithm"),
         ({"enable_streaming_session": True}, {}, "cannot be moved in memory with --enable-streaming-session"),
