@@ -218,7 +218,7 @@ def shared_reserve(geometry: KVGeometry, windows: WindowSlots) -> int:
 
     These are the request's BF16 pages, slot 0, page 0, and one more BF16 page for rounding.
     """
-    return (windows.needed(1) + 2) * geometry.slot_bytes + geometry.shared_page_bytes
+    return (windows.needed(1) + 2) * geometry.slot_bytes + geometry.shared_page_bytes + geometry.draft_page_bytes
 
 
 def share(
@@ -227,8 +227,9 @@ def share(
     """Computes the layout of a shared memory for ``pages`` pages, after SGLang has applied its own limits.
 
     Args:
-        budget_bytes: bytes of the whole memory. If ``--max-total-tokens`` leaves fewer pages than the budget holds, the
-            memory is smaller too, but still has BF16 pages for ``wanted`` requests beside all pages.
+        budget_bytes: bytes of the whole memory, a draft model's cache included. If ``--max-total-tokens`` leaves fewer
+            pages than the budget holds, the memory is smaller too, but still has BF16 pages for ``wanted`` requests
+            beside all pages.
         wanted: ``--max-running-requests``; None counts as 8.
 
     Raises:
@@ -242,7 +243,8 @@ def share(
             "Raise --mem-fraction-static or --max-total-tokens, or lower --kv-quant-recent or --chunked-prefill-size.",
         )
     for_pages = -(-(pages + 1) * page // slot)
-    affordable = (budget_bytes - pages * geometry.first_bytes) // slot - 1
+    beside = geometry.first_bytes + geometry.draft_page_bytes  # of every page, in separate memories
+    affordable = (budget_bytes - pages * beside - geometry.draft_page_bytes) // slot - 1
     least, more = windows.needed(1), windows.wanted(8 if wanted is None else wanted)
     slots = for_pages + max(least, min(affordable - for_pages, more))
     arena = Arena(page, slot, slots, pages)

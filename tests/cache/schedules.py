@@ -22,14 +22,15 @@ def random_model(rng: random.Random, overlap: bool = True, **more) -> Model:
     return Model(rng.randint(30, 60), slots, rows, sinks, recent, overlap=overlap, **more)
 
 
-def shared_model(rng: random.Random, **more) -> Model:
+def shared_model(rng: random.Random, drafts: int = 1, **more) -> Model:
     """Returns a model whose shared memory is nearly filled by the pages of a few requests, or by BF16 pages."""
     rows, recent = more.pop("rows", rng.randint(2, 5)), more.pop("recent", rng.randint(1, 4))
     sinks, kept = more.pop("sinks", rng.randint(0, 2)), more.pop("kept", rng.randint(0, recent))
     # A batch writes the windows of some requests, each of which may resume in the middle of a page.
-    windows = WindowSlots(sinks + recent + 1, sinks + kept + 1, more.pop("batch", 3) * (recent - kept + 1))
+    least = sinks + kept + 1 + (drafts > 1)  # drafts may span two pages
+    windows = WindowSlots(sinks + recent + 1, least, more.pop("batch", 3) * (recent - kept + 1))
     slots = windows.needed(rows) + more.pop("room", rng.randint(3, 12))
-    more = {"kept_pages": kept, "prefill_pages": rng.choice([0, 1, 4]), "shared": windows, **more}
+    more = {"kept_pages": kept, "written": drafts, "prefill_pages": rng.choice([0, 1, 4]), "shared": windows, **more}
     return Model(0, slots, rows, sinks, recent, wanders=rng if rng.random() < 0.8 else None, **more)
 
 

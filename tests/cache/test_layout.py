@@ -80,14 +80,17 @@ def test_bf16_pages_are_not_counted_as_token_room():
     assert few.tokens == many.tokens == 6400
 
 
+@pytest.mark.parametrize("draft", [0, 1 << 18], ids=["alone", "with a draft model"])
 @pytest.mark.parametrize("geometry", [QWEN3_8B, FIRST_TOKENS], ids=["records", "first tokens"])
 @pytest.mark.parametrize("spare", range(0, QWEN3_8B.slot_bytes, QWEN3_8B.slot_bytes // 5))
-def test_a_shared_memory_takes_no_more_than_its_budget(geometry, spare):
-    windows = WindowSlots(whole=8, least=2, spare=40)
-    budget = shared_reserve(geometry, windows) + 500 * geometry.shared_page_bytes + spare
-    pages = 500 + spare // geometry.shared_page_bytes
+def test_a_shared_memory_takes_no_more_than_its_budget(geometry, draft, spare):
+    geometry, windows = replace(geometry, draft_page_bytes=draft), WindowSlots(whole=8, least=2, spare=40)
+    page_bytes = geometry.shared_page_bytes + draft
+    budget = shared_reserve(geometry, windows) + 500 * page_bytes + spare
+    pages = 500 + spare // page_bytes
     layout = share(geometry, windows, pages=pages, budget_bytes=budget)
-    assert layout.total_bytes == layout.arena.total_bytes + pages * geometry.first_bytes <= budget
+    assert layout.total_bytes == layout.arena.total_bytes + pages * geometry.first_bytes
+    assert budget - geometry.slot_bytes < layout.total_bytes + (pages + 1) * draft <= budget
     assert layout.arena.slots_beside(pages) >= windows.needed(1), "one request runs beside all pages"
 
 

@@ -45,6 +45,15 @@ def test_random_schedules_of_a_shared_memory(seed, overlap):
     assert (driver.model.moved > 9 or not driver.model.wanders) and driver.model.copied and driver.model.folded
 
 
+@each(drafts=[2, 7], overlap=OVERLAP)
+def test_random_schedules_of_a_shared_memory_with_drafts(drafts, overlap):
+    rng = random.Random(0)
+    driver = Driver(shared_model(rng, drafts, overlap=overlap, look_every=4), rng, drafts=drafts)
+    driver.run(80)
+    driver.finish()
+    assert driver.model.moved > 50 and driver.model.copied and driver.model.folded
+
+
 @each(kind=["first tokens", "crowd"], overlap=OVERLAP)
 def test_a_shared_memory_keeps_first_tokens_and_shrinks_windows(kind, overlap):
     rng = random.Random(700)

@@ -136,7 +136,7 @@ def test_answers_from_host_and_storage_are_those_of_pages_that_stayed(start, sto
     assert len(files) >= PAGES and all("-kvq2-int2-" in file.name for file in files)
     assert {file.stat().st_size for file in files} == {state["host_page_bytes"]}
     assert state["host_page_bytes"] < PAGE_SIZE * state["bf16_token_bytes"] / 5
-    assert state["errors"] == 0 and state["damaged_pages"] == 0
+    assert state["errors"] == 0 and state["damaged_pages"] == 0 and state["shared_memory"]
 
 
 def test_a_damaged_file_is_a_miss_and_is_written_again(start, storage):

@@ -6,9 +6,11 @@ SGLang's CPU engine runs it with kernels that exist only on machines with AMX; `
 from __future__ import annotations
 
 import random
+from importlib.metadata import version
 
 import pytest
 
+from sglang_kvq.releases import NEW_TREE_RELEASES
 from tests import ngrams
 from tests.e2e.client import Client, together
 from tests.e2e.conftest import ON_GPU
@@ -89,7 +91,9 @@ def test_histories_aborts_and_retraction(drafting):
     client = drafting(*QUANTIZED, *SMALL, env=PRESSED)
     prompt = repetitive(5, 400)
     first, _ = answer(client, prompt, 40)
-    assert client.state()["tiers"]["quantized_tokens"] >= 192
+    state = client.state()
+    assert state["tiers"]["quantized_tokens"] >= 192
+    assert state["shared_memory"] == (version("sglang") in NEW_TREE_RELEASES)
     _, meta = answer(client, prompt, 4)
     assert meta["cached_tokens"] == 384
     stop = client.post(

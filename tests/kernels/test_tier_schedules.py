@@ -64,12 +64,21 @@ def test_random_schedules_of_soft_windows(drafts, monkeypatch):
     assert model.tiers.plans > 10 and model.shortened
 
 
-@each(seed=few(range(3), 2))
+@each(seed=few([620, 621, 622], 2))
 def test_random_schedules_of_a_shared_memory(seed, monkeypatch):
+    run_shared(seed, 1, monkeypatch)
+
+
+@each(seed=few([674, 670], 1))
+def test_random_schedules_of_a_shared_memory_with_drafts(seed, monkeypatch):
+    run_shared(seed, 4, monkeypatch)
+
+
+def run_shared(seed: int, drafts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     use_blocks(monkeypatch, 32, 4)
-    rng = random.Random(620 + seed)
-    model = shared_model(rng, manager=TwinTierManager, overlap=True)
-    driver = Driver(model, rng)
+    rng = random.Random(seed)
+    model = shared_model(rng, drafts, manager=TwinTierManager, overlap=True)
+    driver = Driver(model, rng, drafts=drafts)
     driver.run(35)
     driver.finish()
     assert model.tiers.plans > 15 and model.tiers.quantized > 3 and model.moved > 50

@@ -196,7 +196,8 @@ def after_sizes(result: None, configurator: Configurator, kvc: Configurator) -> 
     if state is None or config_of(kvc.server_args) is None or kvc.is_draft_worker:
         return
     geometry = state.geometry
-    configurator._cell_size = (geometry.page_bytes + geometry.draft_page_bytes) // PAGE_SIZE
+    page_bytes = geometry.page_bytes if state.shared is None else geometry.shared_page_bytes
+    configurator._cell_size = (page_bytes + geometry.draft_page_bytes) // PAGE_SIZE
 
 
 def _branches(server_args: ServerArgs) -> bool:

@@ -44,20 +44,20 @@ def compute_cell_size(original: Original, self: Configurator, kvc: Configurator,
         return plain
     # SGLang's own figure accounts for tensor parallelism, so the heads per worker follow from it.
     kv_heads = plain // (2 * kvc.model_config.head_dim * num_layers * kvc.kv_cache_dtype.itemsize)
-    draft = drafts.draft_page_bytes(kvc)
     # The bytes returned here leave out the draft model's, which ``drafts.after_sizes`` adds.
-    why_not = why_not_shared(kvc, config, draft)
+    why_not = why_not_shared(kvc, config)
     if why_not is None and config.recent_min is None:
         config = replace(config, recent_min=0)  # windows shrink only while all memory is in use
-    state = start_cache(kvc, config, kv_heads, num_layers, draft)
+    state = start_cache(kvc, config, kv_heads, num_layers, drafts.draft_page_bytes(kvc))
     if why_not is not None:
         logger.info("kv-quant divides the memory once: %s", why_not)
         return state.geometry.page_bytes // PAGE_SIZE
-    state.shared = window_slots(config, compat.prefill_batch(kvc.server_args))
+    args = kvc.server_args
+    state.shared = window_slots(config, compat.prefill_batch(args), compat.step_tokens(args))
     return state.geometry.shared_page_bytes // PAGE_SIZE
 
 
-def why_not_shared(kvc: Configurator, config: KVQuantConfig, draft_page_bytes: int) -> str | None:
+def why_not_shared(kvc: Configurator, config: KVQuantConfig) -> str | None:
     """Returns why records and BF16 pages cannot share one memory (``cache.shared.split``) here; None if they can."""
     args = kvc.server_args
     if config.bf16_budget is not None:
@@ -68,7 +68,6 @@ def why_not_shared(kvc: Configurator, config: KVQuantConfig, draft_page_bytes: i
         return "the model's recurrent states take a fixed part of the memory"
     for flag, given in (
         ("--disaggregation-mode", mode_of(args) is not None),
-        ("--speculative-algorithm", draft_page_bytes or compat.resolved(args, "speculative_algorithm")),
         ("--enable-streaming-session", getattr(args, "enable_streaming_session", False)),
         ("kvq calibrate", config.capture),
         ("--pp-size", stages.stages_of(args) > 1),

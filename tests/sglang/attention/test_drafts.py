@@ -11,6 +11,7 @@ import torch
 from sglang_kvq.attention.drafts import chain, from_mask, mask_of
 from sglang_kvq.cache.layout import KVGeometry, divide
 from sglang_kvq.cache.pool import PagePool
+from sglang_kvq.cache.shared.split import WindowSlots
 from sglang_kvq.config import KVQuantConfig
 from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.errors import KVQuantError
@@ -240,6 +241,9 @@ def test_sglang_price_of_target_and_draft_is_replaced(configurator, monkeypatch)
     kvc.is_draft_worker = False
     drafts.after_sizes(None, sizes, kvc)
     assert sizes._cell_size == (geometry.page_bytes + (1 << 15)) // PAGE_SIZE
+    runtime.current().shared = WindowSlots(whole=6, least=2, spare=9)
+    drafts.after_sizes(None, sizes, kvc)
+    assert sizes._cell_size == (geometry.shared_page_bytes + (1 << 15)) // PAGE_SIZE
 
 
 def test_bf16_is_compared_with_the_same_draft():

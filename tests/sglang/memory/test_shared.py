@@ -371,19 +371,19 @@ def configurator(**args):
         ({}, {"capture": "f:1:1"}, "cannot be moved in memory with kvq calibrate"),
         ({"enable_hierarchical_cache": True}, {}, None),
         ({"disaggregation_mode": "decode"}, {}, "cannot be moved in memory with --disaggregation-mode"),
-        ({"speculative_algorithm": "NGRAM"}, {}, "cannot be moved in memory with --speculative-algorithm"),
+        ({"speculative_algorithm": "NGRAM"}, {}, None),
         ({"enable_streaming_session": True}, {}, "cannot be moved in memory with --enable-streaming-session"),
     ],
 )
 def test_which_servers_share_their_memory(monkeypatch, args, config, why):
     monkeypatch.setattr(capacity.drafts, "keeps_states", lambda model: False)
     monkeypatch.setattr(compat, "resolved", lambda args, field, default=None: getattr(args, field, default))
-    found = capacity.why_not_shared(configurator(**args), KVQuantConfig("int2", **config), 0)
+    found = capacity.why_not_shared(configurator(**args), KVQuantConfig("int2", **config))
     assert found is None if why is None else why in found
 
 
 def test_models_with_states_and_older_releases_divide_it_once(monkeypatch):
     monkeypatch.setattr(capacity.drafts, "keeps_states", lambda model: True)
-    assert "recurrent states" in capacity.why_not_shared(configurator(), KVQuantConfig("int2"), 0)
+    assert "recurrent states" in capacity.why_not_shared(configurator(), KVQuantConfig("int2"))
     monkeypatch.setattr(compat, "sglang_version", lambda: compat.Version("0.5.18"))
-    assert "admits requests by their tokens alone" in capacity.why_not_shared(configurator(), KVQuantConfig("int2"), 0)
+    assert "admits requests by their tokens alone" in capacity.why_not_shared(configurator(), KVQuantConfig("int2"))

@@ -96,9 +96,9 @@ def test_stages_divide_their_memory_once():
         pytest.skip("this release has no shared memory")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(capacity.drafts, "keeps_states", lambda model: False)
-        assert "--pp-size" in capacity.why_not_shared(kvc, CONFIG, 0)
+        assert "--pp-size" in capacity.why_not_shared(kvc, CONFIG)
         args.pp_size = 1
-        assert capacity.why_not_shared(kvc, CONFIG, 0) is None
+        assert capacity.why_not_shared(kvc, CONFIG) is None
 
 
 def _typed(field: str, allowed: tuple) -> object:
