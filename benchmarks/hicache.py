@@ -199,6 +199,16 @@ def answers_name(args: argparse.Namespace, spec: MethodSpec) -> str:
     return name_of(args.model, args.layers, f"answers, {spec.label}{policy}{late}")
 
 
+def small_flags(spec: MethodSpec, pages: int) -> tuple[str, ...]:
+    """Returns flags of a server of ``pages`` pages with BF16 pages for one request, which the next prompt takes over.
+
+    In a memory that BF16 pages share, prompts of a whole prefill batch would keep theirs.
+    """
+    small = ("--max-total-tokens", str(pages * PAGE_SIZE), "--max-running-requests", "1", "--enable-cache-report")
+    budget = ("--kv-quant-bf16-budget", "0.1") if spec.method != REFERENCE else ()
+    return (*small, *budget, "--hicache-ratio", "4")
+
+
 def answers(args: argparse.Namespace, spec: MethodSpec, folder: Path) -> Iterator[Row]:
     """Yields a method's row with the mean and the maximum over several prompts."""
     length = args.tokens or 2048
@@ -208,9 +218,7 @@ def answers(args: argparse.Namespace, spec: MethodSpec, folder: Path) -> Iterato
     pieces = text_ids(args, args.prompts + len(OTHERS), length + TURN)
     prompts, rest = pieces[: args.prompts], pieces[args.prompts :]
     pages = POOL * -(-(length + TURN) // PAGE_SIZE)
-    small = ("--max-total-tokens", str(pages * PAGE_SIZE), "--max-running-requests", "1", "--enable-cache-report")
-    ratio = ("--hicache-ratio", "4")
-    setup = setup_of(args, *small, *ratio, *storage_flags(folder / "pages", args.write_policy))
+    setup = setup_of(args, *small_flags(spec, pages), *storage_flags(folder / "pages", args.write_policy))
     os.environ[LATE] = str(args.late_loads)
     with servers.server(spec, setup, setup.tokenizer(folder), length + TURN, folder) as running:
         servers.facts(running, spec)

@@ -258,6 +258,11 @@ _SCHEDULER: tuple[Hook, ...] = (
     subclass("mem_cache.prefill_budget.PrefillBudget.check_prefill", "admission by what windows take", only=NEW_TREE),
     subclass("mem_cache.prefill_budget.PrefillBudget.can_allocate_prefill",
          "admission by what windows take", only=NEW_TREE),
+    subclass("mem_cache.prefill_budget.PrefillBudget.prepare_load_back("
+         "full_tokens, extend_input_len, max_new_tokens, swa_host_hit_length, chunk_limit)",
+         "room for pages from the host", only=NEW_TREE),
+    read("mem_cache.prefill_budget.PrefillBudget.load_back_needs_full_tokens", "room for pages from the host",
+         only=NEW_TREE),
     subclass("mem_cache.prefill_budget.PrefillBudget.remaining_total", "admission by what windows take", only=NEW_TREE),
     subclass("mem_cache.prefill_budget.PrefillBudget.remaining_current",
          "admission by what windows take", only=NEW_TREE),

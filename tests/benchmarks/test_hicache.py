@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import argparse
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from benchmarks import hicache, record
 from benchmarks.bench_serving.workloads import WORKLOADS
+from sglang_kvq.cache.layout import KVGeometry, divide, share, window_slots
+from sglang_kvq.config import KVQuantConfig
 from sglang_kvq.errors import KVQuantError
 from sglang_kvq.evaluation.specs import parse
+from sglang_kvq.formats.page import PageFormat
 
 LENGTH = 128
 PROMPT = list(range(LENGTH + hicache.TURN))
@@ -58,6 +62,23 @@ def test_prompts_that_take_room_are_new_each_time():
         asked.row(PROMPT, turn)
     others = [tuple(ids[:64]) for ids in asked.running.asked if ids != PROMPT[:LENGTH]]
     assert len(set(others)) == len(others) == 2 * (2 + len(hicache.OTHERS))
+
+
+def test_prompts_that_take_room_take_all_bf16_pages():
+    """In a memory that BF16 pages share they would take none: it has BF16 pages for a whole prefill batch."""
+
+    def budget(method: str) -> list[str]:
+        flags = hicache.small_flags(parse(method), 144)
+        assert flags[:4] == ("--max-total-tokens", "9216", "--max-running-requests", "1")
+        return [value for name, value in pairwise(flags) if name == "--kv-quant-bf16-budget"]
+
+    assert budget("none") == [] and budget("int2") == ["0.1"]
+    config = KVQuantConfig("int2", bf16_budget=0.1)
+    geometry = KVGeometry(8, (PageFormat(128, 128),) * 36)
+    others = 2 * config.slots_per_request  # before the second reading
+    assert divide(config, geometry, pages=144, slots=1000, wanted=1, chunk=8192).slots < others
+    shared = share(geometry, window_slots(config, 8192), pages=144, budget_bytes=1 << 40, wanted=1)
+    assert shared.arena.slots_beside(144) > 10 * others
 
 
 @pytest.mark.parametrize("wrong", [("host", LENGTH), ("device", LENGTH - 64)])

@@ -84,6 +84,18 @@ def run_shared(seed: int, drafts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert model.tiers.plans > 15 and model.tiers.quantized > 3 and model.moved > 50
 
 
+def test_random_schedules_of_a_shared_memory_with_host_memory(monkeypatch):
+    """Pages that are copied to and from the host move, too, after the copies."""
+    use_blocks(monkeypatch, 32, 4)
+    rng = random.Random(683)
+    model = shared_model(rng, manager=TwinTierManager, overlap=True, rows=2, room=3)
+    model.add_host(2 * model.pages, rng, soon=0.1)
+    driver = Returning(model, rng)
+    driver.run(25)
+    driver.finish()
+    assert model.moved > 50 and model.host.loads and model.host.backups and model.host.waited
+
+
 @pytest.mark.parametrize("pages", few([3, 1, 40], 1))
 def test_prefills_read_what_left_the_window_lately(pages, monkeypatch):
     """With spare BF16 pages, prefills read tokens that left the window recently, until later prompts take the pages."""

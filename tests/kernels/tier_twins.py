@@ -128,6 +128,8 @@ class TwinTierManager(TierManager):
                             patch.setattr(manager.pending, "moves", lambda moves=moves: moves)
                     self.apply_pending()
             return
+        if any(isinstance(event, MovedBoundary) and event.first_slot < self.first_slot for event in events):
+            self.wait_for_copies()  # they end in this pool alone, and both managers move the same records
         self.kernels.pool.req_to_token.copy_(self.pool.req_to_token)
         # A window that arrives is given back once both have read it.
         self.kernels.pending._events = [e._replace(done=list) if isinstance(e, ArrivedRequest) else e for e in events]

@@ -17,7 +17,7 @@ from sglang_kvq.config import KVQuantConfig
 from sglang_kvq.constants import PAGE_SIZE as P
 from sglang_kvq.formats.page import PageFormat
 from sglang_kvq.releases import NEW_TREE_RELEASES
-from sglang_kvq.sglang import compat, runtime
+from sglang_kvq.sglang import compat, hooks, runtime
 from sglang_kvq.sglang.memory import capacity
 from sglang_kvq.sglang.memory.build import build_allocator
 from sglang_kvq.sglang.memory.pool import KVQuantPool, describe_windows
@@ -134,6 +134,53 @@ def test_pages_from_the_host_take_the_place_of_cached_ones(server):
     one.check()
     assert not budget.prepare_load_back(full_tokens=one.layout.tokens, extend_input_len=P, max_new_tokens=P)
     assert one.tree.evicted == cached, "what can be evicted was not enough"
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_what_is_admitted_with_pages_from_the_host_fits(server, seed):
+    """Loads begin while a batch is admitted, before its requests have rows; evictable pages count as room."""
+    rng = random.Random(seed)
+    some, loads = server(rng.randint(60, 200), 40), 0
+    for _ in range(40):
+        budget, batch = some.budget(), []
+        while some.free_rows[len(batch) :] and sum(tokens for tokens, _ in batch) < BATCH and rng.random() < 0.8:
+            host, answer = rng.choice((0, rng.randint(1, 20), rng.randint(1, some.layout.pages))), rng.randint(1, 3 * P)
+            new = rng.randint(1, BATCH - sum(tokens for tokens, _ in batch))
+            more = {"extend_input_len": new, "max_new_tokens": answer, "chunk_limit": None, "swa_host_hit_length": 0}
+            total = host * P + new + answer + P
+            if not budget.check_prefill(total_tokens=total, input_tokens=total, **more)[0]:
+                break
+            given = []
+            if host:
+                assert budget.prepare_load_back(full_tokens=total, **more), "it would wait forever"
+                given = some.allocator.alloc(host * P)[::P].tolist()
+                loads += 1
+            budget.reserve(-(-new // P) * P, answer)
+            batch.append((new, given))
+        if not batch:
+            some.free_rows, some.tree.pages = list(range(1, 41)), some.tree.pages + taken(some)
+            continue
+        some.prefill([tokens for tokens, _ in batch])
+        some.check()
+    assert loads > 5 and some.tree.evicted > 5
+
+
+def taken(server: Server) -> list[int]:
+    """Returns the pages that requests have, which the tree gets when all of them end."""
+    return sorted({*range(1, server.layout.pages + 1)} - {*server.allocator.free_pages.tolist(), *server.tree.pages})
+
+
+@pytest.mark.parametrize("name", ["SharedAllocator", "SharedBudget"])
+def test_what_replaces_a_method_of_sglang_is_in_the_table_of_hooks(name):
+    """A release that renames such a method is then refused, instead of no longer calling ours."""
+    from sglang_kvq.sglang.memory import shared
+
+    kind = getattr(shared, name)
+    theirs = [base for base in kind.__mro__ if base.__module__.startswith("sglang.srt.")]
+    used = {hook.target.split(".")[-1] for hook in hooks.TABLE if hook.kind is hooks.Kind.SUBCLASS}
+    own = {key for key, value in vars(kind).items() if callable(value) or isinstance(value, property)}
+    replaced = {key for key in own if any(key in vars(base) for base in theirs)}
+    assert len(replaced) > 5 and replaced <= used
 
 
 def test_one_request_may_have_the_whole_cache(server):
