@@ -52,7 +52,7 @@ class Split:
     def __init__(self, arena: Arena, windows: WindowSlots) -> None:
         self.arena, self.windows = arena, windows
         self.first_slot = arena.first_slot(arena.pages)
-        self._floor = int(FLOOR * arena.slots)
+        self._floor, self._step = int(FLOOR * arena.slots), arena.slots // _STEP
 
     @property
     def slots(self) -> int:
@@ -69,8 +69,19 @@ class Split:
         return self.arena.pages_beside(self.windows.needed(rows))
 
     def excess(self, pages: int, rows: int) -> int:
-        """Returns how many of ``pages`` pages should be evicted, if only cached, so that windows stay whole."""
-        return max(pages - self.arena.pages_beside(max(self.windows.wanted(rows), self._floor)), 0)
+        """Returns how many of ``pages`` pages should be evicted, if only cached, so that windows stay whole.
+
+        If some must go, a step's worth more goes with them. Otherwise the boundary of a full memory would move a little
+        with almost every request.
+        """
+        wanted = self._wanted(rows)
+        if pages <= self.arena.pages_beside(wanted):
+            return 0
+        return pages - max(self.arena.pages_beside(wanted + self._step), 0)
+
+    def _wanted(self, rows: int) -> int:
+        """Returns how many BF16 pages ``rows`` requests and those that have ended should have."""
+        return max(self.windows.wanted(rows), self._floor)
 
     def fit(self, pages: int, rows: int) -> bool:
         """Moves the boundary so that ``pages`` pages and ``rows`` requests fit; returns False if they cannot both fit.
@@ -81,8 +92,7 @@ class Split:
         needed = self.windows.needed(rows)
         if most < needed:
             return False
-        wanted = max(self.windows.wanted(rows), self._floor)
-        step, slots = self.arena.slots // _STEP, self.slots
+        wanted, step, slots = self._wanted(rows), self._step, self.slots
         if slots > most:
             slots = max(most - step, wanted) if most > wanted else max(most - step // 4, needed)
         elif slots < needed or min(wanted, most) - slots > step // 4:
