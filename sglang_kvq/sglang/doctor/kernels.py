@@ -330,7 +330,8 @@ class _Request:
         from sglang_kvq.cache.host_pages import HostLayout
         from sglang_kvq.kernels.tiers import host_rows
 
-        pool, on_gpu = self._pool((TWO_BITS, PLANES)), self.device.type == "cuda"
+        # Servers share the memory, so that pages of a layer have gaps between them.
+        pool, on_gpu = _allocate((TWO_BITS, PLANES), self.device, shared=True), self.device.type == "cuda"
         for records in pool.records:
             records.random_(256)
         want = [records.clone() for records in pool.records]
