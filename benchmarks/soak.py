@@ -7,7 +7,8 @@ of a prompt, and requests that they abort or abandon. The pool is small, so that
 second server with the same settings serves one request at a time: it caches an answer's prompt and returns the
 log-probabilities of the answer's tokens (``benchmarks/answers.py``). First, the differences of requests that run alone
 are measured; they bound the rest, and an answer beyond the bound is wrong (``benchmarks/soak_check.py``). Every minute
-the traffic stops, and then nothing may be held.
+the traffic stops, and then nothing may be held. With SGLang 0.5.22 and 0.5.23 the server's records and BF16 pages share
+the memory, unless ``--streaming`` or ``--pair`` is given.
 
 ``--minutes`` counts traffic only. Starting two servers and measuring take 1 minute and two to three times ``--alone``
 more, and everything ends by ``--limit``. The tiny model's answers depend strongly on its cache
@@ -98,16 +99,11 @@ class Soak:
             *(SERVER_FLAGS if self.model.is_hybrid else ()),
         ]
 
-    @property
-    def streaming(self) -> bool:
-        """True if some clients keep streaming sessions; servers with drafts, HiCache or a pair do not support them."""
-        return self.args.speculation == "none" and not self.args.hicache and not self.args.pair
-
     def own_flags(self) -> list[str]:
         """Returns flags of the server with traffic only; the reference answers without drafts and HiCache."""
         if self.args.hicache:
             return self.tiers()
-        return ["--enable-streaming-session"] if self.streaming else self.drafts()
+        return ["--enable-streaming-session"] if self.args.streaming else self.drafts()
 
     def tiers(self) -> list[str]:
         """Returns flags of the server whose pages also go to the host, if one does."""
@@ -225,7 +221,7 @@ class Soak:
 
     def _soak(self) -> None:
         self.server.drain()
-        without = [] if self.streaming else ["streaming"]
+        without = [] if self.args.streaming else ["streaming"]
         without += ["parallel", "session"] if self.args.pair else []
         self.traffic = Traffic(self.server, self.scale, self.args.seed, self.offer, without)
         comparing = threading.Thread(target=self.compare, daemon=True)
@@ -326,6 +322,7 @@ class Soak:
             "output_tokens": c.tokens if c else 0,
             "kinds": dict(c.kinds) if c else {},
             "fault": self.args.fault,
+            "streaming": self.args.streaming,
             "hicache": self.args.hicache or "",
             "pair": self.args.pair or "",
             "cached_tokens": dict(c.places) if c else {},
@@ -419,6 +416,9 @@ def main() -> int:
     parser.add_argument(
         "--speculation", choices=("none", "ngram"), default="none", help="how drafts are made; default %(default)s"
     )
+    parser.add_argument(
+        "--streaming", action="store_true", help="some clients keep streaming sessions, which divides the memory once"
+    )
     parser.add_argument("--hicache", choices=("host", "file"), help="pages also go to host memory, or on to files")
     parser.add_argument(
         "--pair",
@@ -431,6 +431,8 @@ def main() -> int:
     parser.add_argument("--fault", action="store_true", help="compare with wrong prompts now and then: must fail")
     parser.add_argument("--logs", type=Path, help="keep the servers' logs and the model here")
     args = parser.parse_args()
+    if args.streaming and (args.speculation != "none" or args.hicache or args.pair):
+        parser.error("--streaming: servers refuse streaming sessions with drafts, HiCache or a pair. Leave it out.")
     names = gpu_names() if args.device == "cuda" else []
     if args.device == "cuda" and not names:
         raise SystemExit("no GPU: nvidia-smi lists none. --device cpu tries the program on SGLang's CPU engine.")

@@ -116,6 +116,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
             seed=1,
             fault=fault,
             hicache=hicache,
+            streaming=False,
             pair=False,
             logs=None,
         )
