@@ -165,6 +165,28 @@ def test_copies_of_pages_wait_for_loads(m, controller, monkeypatch):
     assert transfers.wait_for_loads(controller) and waited == ["one", "other"]
 
 
+@pytest.mark.parametrize("way", ["write", "load"])
+def test_moves_of_pages_wait_for_copies_in_both_directions(way, monkeypatch):
+    """On a GPU the stream that runs plans waits for SGLang's two streams of copies, once there has been a copy."""
+    m = shared_model(random.Random(0), rows=2, recent=2, sinks=1)
+    monkeypatch.setattr(runtime, "_current", SimpleNamespace(tiers=m.tiers))
+    controller, text = Controller(m), prompt(1)
+    m.leave(prefill(m, text), publish=True)
+    if way == "write":
+        controller.write((pages_in_tree(m, text), [3, 9, 2, 7, 5]))
+    else:
+        controller.load((m.take_pages(5), [3, 9, 2, 7, 5]))
+    waited: list[str] = []
+    controller.l2_transfer_engine = SimpleNamespace(device_to_host_stream="out", host_to_device_stream="in")
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(wait_stream=waited.append))
+    m.tiers.wait_for_copies()
+    assert waited == [], "on a CPU copies have ended when they return"
+    pool = SimpleNamespace(device=torch.device("cuda"))
+    monkeypatch.setattr(runtime, "_current", SimpleNamespace(tiers=SimpleNamespace(pool=pool)))
+    m.tiers.wait_for_copies()
+    assert sorted(waited) == ["in", "out"]
+
+
 def test_first_tokens_come_from_where_they_are(m, controller):
     """A first token is copied from the BF16 copy, or from where it is kept without one; other pages store none."""
     if m.tiers.sink_cache is None:
