@@ -7,8 +7,8 @@
 Copies shuffled pages of all layers to and from shuffled rows of pinned host memory. Every copy is first checked byte by
 byte; a wrong one gets no speed. ``torch`` makes the same copies through a staging tensor, and the host waits. ``whole``
 is one copy of as many consecutive bytes, which shows what the bus carries. ``--programs`` sets how many programs share
-a load, or gather the pages of a backup, in order to choose ``kernels.tiers.host_rows._PROGRAMS``.
-Times are medians and include launches. Takes about a minute on one GPU.
+a load, or gather the pages of a backup, in order to choose ``kernels.tiers.host_rows._PROGRAMS``. Times are medians and
+include launches. Takes about a minute on one GPU.
 
 ``--beside`` measures copies and decode steps at the same time, on two streams. A step is a CUDA graph of all layers:
 the attention of 48 requests of 12,000 tokens, and a product that reads as many weights as a layer of Qwen3-8B has.

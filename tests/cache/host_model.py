@@ -176,14 +176,14 @@ class Host:
             self.submit_loads()
             self.finish(self.loading)
 
-    def _begin(
-        self, keys: list[Key], prepare: Callable[[torch.Tensor], torch.Tensor]
-    ) -> tuple[list[int], torch.Tensor]:
+    def _begin(self, keys: list[Key], prepare: Callable[[torch.Tensor], None]) -> tuple[list[int], torch.Tensor]:
         """Runs the tiers' preparation on the stream of the layers in flight, after them. Returns page ids and pages."""
         self.model.land()
         self.before_plan()
         ids = [self.model.tree[key] for key in keys]
-        return ids, prepare(torch.tensor(ids, dtype=torch.int64))
+        on_device = torch.tensor(ids, dtype=torch.int64)
+        prepare(on_device)
+        return ids, self.model.tiers.pages_of(on_device)
 
     def _rows_of(self, keys: list[Key]) -> torch.Tensor:
         return torch.tensor([self.held[key] for key in keys], dtype=torch.int64)

@@ -33,11 +33,11 @@ def ids(pages: list[int]) -> torch.Tensor:
 def pool_of(formats, kv_heads: int = 3, device: str = "cpu", shared: bool = False) -> PagePool:
     """Returns a pool whose records hold random bytes; shared: they share a memory with the BF16 pages."""
     table = torch.zeros(1, PAGES * PAGE_SIZE, dtype=torch.int32, device=device)
-    arena = None
+    slots, arena = 1, None
     if shared:
         slot_bytes = 4 * len(formats) * kv_heads * PAGE_SIZE * formats[0].head_dim
         arena = Arena.smallest(padded(kv_heads * sum(f.record_bytes for f in formats)), slot_bytes, 1, PAGES)
-    slots = 1 if arena is None else arena.slots
+        slots = arena.slots
     pool = PagePool.allocate(formats, kv_heads=kv_heads, pages=PAGES, slots=slots, req_to_token=table, arena=arena)
     for store in pool.stores:
         store.records.random_(POISON)  # any byte but the poison

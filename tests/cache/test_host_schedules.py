@@ -187,26 +187,24 @@ class Late(TierManager):
 class LateMarks(Late):
     """A faulty manager: loaded pages count as quantized only after the next plan."""
 
-    def before_load(self, ids: torch.Tensor) -> torch.Tensor:
+    def before_load(self, ids: torch.Tensor) -> None:
         pages = self._apply_for_copy("before_load", ids)
         self.later.append((lambda self, pages: self.page_valid.index_fill_(0, pages, True), pages))
-        return pages
 
 
 class LateRecords(Late):
     """A faulty manager: pages are quantized after the copy."""
 
-    def before_backup(self, ids: torch.Tensor) -> torch.Tensor:
+    def before_backup(self, ids: torch.Tensor) -> None:
         pages = self._apply_for_copy("before_backup", ids)
         self.later.append((TierManager.ensure_records, pages))
-        return pages
 
 
 class NoMarks(TierManager):
     """A faulty manager: loaded pages never count as quantized."""
 
-    def before_load(self, ids: torch.Tensor) -> torch.Tensor:
-        return self._apply_for_copy("before_load", ids)
+    def before_load(self, ids: torch.Tensor) -> None:
+        self._apply_for_copy("before_load", ids)
 
 
 def found(write_back: bool, manager: type[TierManager] = TierManager) -> bool:

@@ -270,7 +270,7 @@ class TierManager(TierState):
 
     # -- copies to and from host memory ----------------------------------------------------------
 
-    def before_backup(self, ids: torch.Tensor) -> torch.Tensor:
+    def before_backup(self, ids: torch.Tensor) -> None:
         """Prepares pages for a copy of their records to host memory.
 
         Call this once, on the stream that runs the model, before the copy is submitted to another stream. That stream
@@ -281,19 +281,16 @@ class TierManager(TierState):
         exist only in BF16 are quantized. They keep their BF16 copies, so requests read the same values as before.
 
         Args:
-            ids: int64 ``[n]`` on the pool's device, page ids of whole pages of committed tokens.
-
-        Returns:
-            The pages of the ids, int64 ``[n]``. They stay where they are until ``wait_for_copies`` has been called.
+            ids: int64 ``[n]`` on the pool's device, page ids of whole pages of committed tokens. Their pages stay
+                where they are until ``wait_for_copies`` has been called.
 
         Raises:
             KVQuantError: pages of a move are not known yet (``PendingOps.has_open_move``). Nothing has changed.
         """
         pages = self._apply_for_copy("before_backup", ids)
         self.ensure_records(pages)
-        return pages
 
-    def before_load(self, ids: torch.Tensor) -> torch.Tensor:
+    def before_load(self, ids: torch.Tensor) -> None:
         """Prepares pages for a copy of their records from host memory.
 
         Call this once, on the stream that runs the model, before the copy is submitted to another stream. That stream
@@ -305,10 +302,8 @@ class TierManager(TierState):
         which is an error; ``errors`` counts such pages.
 
         Args:
-            ids: int64 ``[n]`` on the pool's device, page ids that were just allocated.
-
-        Returns:
-            The pages of the ids, int64 ``[n]``. They stay where they are until ``wait_for_copies`` has been called.
+            ids: int64 ``[n]`` on the pool's device, page ids that were just allocated. Their pages stay where they are
+                until ``wait_for_copies`` has been called.
 
         Raises:
             KVQuantError: pages of a move are not known yet (``PendingOps.has_open_move``). Nothing has changed.
@@ -316,7 +311,6 @@ class TierManager(TierState):
         pages = self._apply_for_copy("before_load", ids)
         self.errors += (self.page_valid[pages] | (self.pool.page_slot[pages] >= 0)).sum()
         self.page_valid.index_fill_(0, pages, True)
-        return pages
 
     def _apply_for_copy(self, what: str, ids: torch.Tensor) -> torch.Tensor:
         """Applies pending events between plans; returns the pages of ``ids``. ``what`` names the caller in errors."""
