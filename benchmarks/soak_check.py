@@ -259,10 +259,19 @@ class Checker:
 
 
 def bf16_pages(server: TinyServer | PairServer) -> list[int]:
-    """Returns the numbers of BF16 pages of a server, or of both servers of a pair; nothing for a shared memory."""
+    """Returns how many BF16 pages a server has, or both servers of a pair.
+
+    A shared memory has as many as fit beside the records of the prompts that take them, one page each.
+    """
     both = server.both if isinstance(server, PairServer) else (server,)
-    found = [one.info().get("kv_quant", {}).get("bf16_pages") for one in both]
-    return [pages for pages in found if pages]
+    return [n for one in both if (n := _bf16_pages(one.info().get("kv_quant", {})))]
+
+
+def _bf16_pages(sizes: dict) -> int:
+    """Returns the BF16 pages of one server; sizes: ``kv_quant`` of ``/server_info``."""
+    if not sizes.get("shared_memory"):
+        return int(sizes.get("bf16_pages") or 0)
+    return int(sizes["memory_bytes"] / (PAGE_SIZE * (sizes["token_bytes"] + sizes["bf16_token_bytes"]))) + 1
 
 
 def _ask(server: TinyServer | PairServer, prompt: list[int], tokens: int) -> Answer:

@@ -8,7 +8,7 @@ a time. A table on the device says where each layer's records are, so that one l
 widths.
 
 At most ``_PROGRAMS`` programs share the rows (page, layer), because copies slow the kernels that run meanwhile: decode
-steps take 1 to 4% longer with 4 programs, 9 and 22% with 32 (docs/notes/hicache.md). A backup first gathers pages on
+steps take 1 to 5% longer with 4 programs, 9 and 22% with 32 (docs/notes/hicache.md). A backup first gathers pages on
 the device; then the copy engine moves them (``cache.host_pages``).
 
 The host's side of a load is a tensor in pinned memory: Triton asks the driver for the device address of each argument,
