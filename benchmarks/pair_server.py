@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import shutil
 import socket
 import threading
 from collections.abc import Iterator, Mapping
@@ -14,7 +13,7 @@ from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
-from benchmarks.tiny_server import TinyServer, empty
+from benchmarks.tiny_server import TinyServer, empty, with_plugin
 
 ROOT = Path(__file__).resolve().parent.parent
 #: Transfer backends that a pair may use; the first is the default.
@@ -33,14 +32,9 @@ def on_a_cpu(folder: Path, path: str, drafts: bool = False) -> str:
         path: the rest of the PYTHONPATH.
         drafts: whether servers verify drafts, with stand-ins for kernels that need AMX.
     """
-    name, place = "transfers_on_cpu", folder / "plugins"
-    info = place / f"{name}-0.0.dist-info"
-    info.mkdir(parents=True, exist_ok=True)
-    shutil.copy(ROOT / "tests" / "e2e" / f"{name}.py", place)
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name.replace('_', '-')}\nVersion: 0.0\n")
-    (info / "entry_points.txt").write_text(f"[sglang.srt.plugins]\n{name} = {name}:install\n")
+    path = with_plugin(folder, ROOT / "tests" / "e2e" / "transfers_on_cpu.py", path)
     standins = str(ROOT / "tests" / "e2e" / "speculation") if drafts else ""
-    return os.pathsep.join(filter(None, (standins, str(place), path)))
+    return os.pathsep.join(filter(None, (standins, path)))
 
 
 def hang_up(response: Any) -> None:

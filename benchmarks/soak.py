@@ -38,13 +38,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks import record
+from benchmarks import copy_check, record
 from benchmarks.pair_server import ENGINES, PairServer, mode, on_a_cpu
 from benchmarks.soak_check import WRONG_PAGES, Checker
 from benchmarks.soak_traffic import Answer, Scale, Traffic
 from benchmarks.tiny_hybrids import SERVER_FLAGS
 from benchmarks.tiny_models import MODELS
-from benchmarks.tiny_server import IDLE_CHECK, TinyServer, gpu_names, plugin_path, versions
+from benchmarks.tiny_server import IDLE_CHECK, TinyServer, gpu_names, plugin_path, versions, with_plugin
 from launch.server import ServerError
 from sglang_kvq.server_process import ServerFailed, free_port
 
@@ -77,6 +77,7 @@ class Soak:
         self.checker: Checker | None = None
         self.server: TinyServer | PairServer | None = None
         self.seconds, self.leaked, self.pauses = 0.0, 0, 0
+        self.copies: dict[str, dict[str, int]] = {}  # copied pages: how many were compared, and how many differed
         self.stopped: list[str] = []
         self.waiting: queue.Queue[Answer] = queue.Queue(maxsize=32)
         self.kept: list[Answer] = []
@@ -151,7 +152,11 @@ class Soak:
         base = {IDLE_CHECK: "1", **plugin_path(self.folder)}
         flags = [*self.flags(room * self.scale.pool), *own]
         base["SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"] = str(self.folder / "pages")
-        return TinyServer(model, flags, cpu=self.cpu, log=self.folder / f"{name}.log", env={**base, **env}, gpus=[gpu])
+        env = {**base, **env}
+        if self.args.hicache and name in ("server", "prefill"):
+            known = env.get("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
+            env["PYTHONPATH"] = with_plugin(self.folder, Path(copy_check.__file__), known)
+        return TinyServer(model, flags, cpu=self.cpu, log=self.folder / f"{name}.log", env=env, gpus=[gpu])
 
     def offer(self, answer: Answer) -> None:
         """Offers an answer for comparison: to the second server now, or as one of a random sample for later."""
@@ -175,8 +180,9 @@ class Soak:
         """Counts what is held, in tokens, while nothing runs."""
         try:
             left = self.server.held_when_empty()
-            tiers = [state.get("kv_quant", {}).get("tiers", {}) for state in self.server.states()]
-            self.leaked += sum(sum(tier.values()) for tier in tiers) + _used(self.server)
+            states = [state.get("kv_quant", {}) for state in self.server.states()]
+            self.leaked += sum(sum(state.get("tiers", {}).values()) for state in states) + _used(self.server)
+            self.copies = next((state["copies"] for state in states if "copies" in state), {})
         except (ServerError, ServerFailed, OSError) as error:
             left = [str(error)[:1500]]
         if left:
@@ -326,6 +332,7 @@ class Soak:
             "hicache": self.args.hicache or "",
             "pair": self.args.pair or "",
             "cached_tokens": dict(c.places) if c else {},
+            "copies": self.copies,
             "notes": [*self.stopped[:6], *(k.examples if k else []), *(c.messages[:4] if c else [])],
         }
 
@@ -354,6 +361,7 @@ class Soak:
             and (self.cpu or row["retractions"] > 0)
             and (row["wrong_page_seen"] or 0) >= 0.5
             and (not row["hicache"] or sum(row["cached_tokens"].get(place, 0) for place in ("host", "storage")) > 0)
+            and (not row["hicache"] or copy_check.all_equal(row["copies"]))
         )
         print("passed" if passed else "FAILED", self.args.out, f"{time.monotonic() - self.begin:.0f} s", flush=True)
         return passed

@@ -99,6 +99,7 @@ class Checker:
         self.worst = Difference(0.0, 0.0, 0)
         self.most = 0.0
         self.examples: list[str] = []
+        self.tried: list[Difference] = []  #: differences of the last answer, in the order of its ways
         self.rng = random.Random(11)
 
     # -- one answer -----------------------------------------------------------------------------------------------
@@ -123,7 +124,7 @@ class Checker:
 
     def nearest(self, answer: Answer, within: Bound) -> Difference:
         """Returns the difference in the first of an answer's ways that is within a bound; without one, the least."""
-        found = []
+        self.tried = found = []
         for n, way in enumerate(ways(answer)):
             self.again += n == 1
             found.append(self.difference(answer, way))
@@ -241,7 +242,8 @@ class Checker:
             if len(self.examples) < 8:
                 self.examples.append(
                     f"{answer.kind}: prompt of {len(answer.prompt)} tokens, {answer.cached} cached, "
-                    f"{len(answer.tokens)} answered: {found}"
+                    f"turns {answer.turns}, {len(answer.tokens)} answered: {found}; "
+                    f"ways: {', '.join(f'{way.mean:.3f}' for way in self.tried)}"
                 )
 
     def seen(self, pages: int = 1) -> float | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -59,13 +60,32 @@ def plugin_path(folder: Path) -> dict[str, str]:
     if lines[0] not in ("", "[]") and here:
         return {}
     site = folder / "site"
-    package, info = site / "sglang_kvq", site / f"sglang_kvq-{__version__}.dist-info"
-    info.mkdir(parents=True, exist_ok=True)
-    if not package.exists():
+    _write_entry_points(site, "sglang_kvq", __version__, _entry_points())
+    if not (package := site / "sglang_kvq").exists():
         package.symlink_to(ROOT / "sglang_kvq")
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: sglang-kvq\nVersion: {__version__}\n")
-    (info / "entry_points.txt").write_text(_entry_points())
     return {"PYTHONPATH": os.pathsep.join(filter(None, (str(site), os.environ.get("PYTHONPATH"))))}
+
+
+def with_plugin(folder: Path, module: Path, path: str) -> str:
+    """Returns a PYTHONPATH with which a server also loads this file as a plugin, by its function ``install``.
+
+    Args:
+        folder: gets the file and what pip would write for its entry point.
+        path: the rest of the PYTHONPATH.
+    """
+    name, place = module.stem, folder / "plugins"
+    _write_entry_points(place, name, "0.0", f"[sglang.srt.plugins]\n{name} = {name}:install\n")
+    shutil.copy(module, place)
+    return os.pathsep.join(filter(None, (str(place), path)))
+
+
+def _write_entry_points(site: Path, name: str, version: str, entry_points: str) -> None:
+    """Writes what pip would write to the folder ``site`` for a distribution with these entry points."""
+    info = site / f"{name}-{version}.dist-info"
+    info.mkdir(parents=True, exist_ok=True)
+    called = name.replace("_", "-")
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {called}\nVersion: {version}\n")
+    (info / "entry_points.txt").write_text(entry_points)
 
 
 def _entry_points() -> str:

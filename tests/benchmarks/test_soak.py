@@ -16,6 +16,7 @@ import pytest
 
 from benchmarks import soak, soak_check
 from benchmarks.answers import Bound, Difference, Step, greedy_difference
+from benchmarks.copy_check import NAMES
 from benchmarks.soak_check import LATE_TWICE, LEAST, Way, ways
 from benchmarks.soak_traffic import Answer, Prefixes
 from sglang_kvq.constants import PAGE_SIZE
@@ -30,6 +31,7 @@ class FakeServer:
         self.wrong_every, self.held, self.count, self.lock = wrong_every, list(held), 0, threading.Lock()
         self.running, self.sessions = True, {}
         self.places: dict[str, int] | None = None  #: tokens per place where prompts were cached
+        self.copies: dict[str, dict[str, int]] = {}
 
     def start(self, timeout: float) -> None: ...
 
@@ -47,7 +49,8 @@ class FakeServer:
         return {"kv_quant": {"bf16_pages": 30}}
 
     def states(self) -> list[dict]:
-        return [{"kv_quant": {"tiers": {"bf16_tokens": 64 if self.held else 0, "quantized_tokens": 0}}}]
+        tiers = {"bf16_tokens": 64 if self.held else 0, "quantized_tokens": 0}
+        return [{"kv_quant": {"tiers": tiers, **({"copies": self.copies} if self.copies else {})}}]
 
     def held_when_empty(self) -> list[str]:
         return self.held
@@ -138,13 +141,17 @@ def test_a_sound_server_passes(run, second):
     assert set(row["kinds"]) >= {"single", "pair", "conversation", "session", "abort", "disconnect"}
 
 
-def test_pages_must_come_from_the_host_if_they_may(run):
-    """A soak of HiCache fails if no pages come from the host, because it has then shown nothing about HiCache."""
-    for place, passes in (("device", False), ("storage", True)):
-        server = FakeServer()
-        server.places = {"device": 5, place: 64}
-        passed, row = run(server, hicache="file")
-        assert passed is passes and row["cached_tokens"][place] > 0, row
+@pytest.mark.parametrize(
+    ("place", "compared", "wrong", "passes"),
+    [("storage", 9, 0, True), ("device", 9, 0, False), ("storage", 0, 0, False), ("storage", 9, 1, False)],
+)
+def test_pages_must_come_from_the_host_and_be_as_they_were(run, place, compared, wrong, passes):
+    """A soak of HiCache has shown nothing about HiCache if no pages come from the host, or none were compared."""
+    server = FakeServer()
+    server.places = {"device": 5, place: 64}
+    server.copies = {name: {"compared": compared, "wrong": wrong} for name in NAMES}
+    passed, row = run(server, hicache="file")
+    assert passed is passes and row["cached_tokens"][place] > 0 and row["copies"] == server.copies, row
 
 
 @pytest.mark.parametrize("second", [True, False])
@@ -242,6 +249,15 @@ def test_late_requests_do_not_widen_the_bound():
     assert LATE_TWICE in checker.kinds and len(checker.calibrated) == 4 * SCALE.calibration
     assert checker.bound.mean == LEAST and checker.copies == 30
     assert checker.seen() > 0.9
+
+
+def test_a_shared_memory_has_as_many_bf16_pages_as_fit_beside_the_prompts_that_take_them():
+    shared = {"bf16_pages": None, "shared_memory": True, "memory_bytes": 64 * 400 * 10}
+    server = FakeServer()
+    server.info = lambda: {"kv_quant": {**shared, "token_bytes": 100, "bf16_token_bytes": 300}}
+    assert soak_check.bf16_pages(server) == [11]
+    server.info = lambda: {"kv_quant": {}}
+    assert soak_check.bf16_pages(server) == []
 
 
 def test_an_exchanged_page_is_looked_for_in_every_way():
