@@ -9,7 +9,7 @@ wrong.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from benchmarks.tiny_server import body
@@ -123,6 +123,7 @@ def forced(
     timeout: float = 120,
     tail: Sequence[int] = (),
     others: Sequence[list[int]] = (),
+    after: Collection[int] | None = None,
     turns: Sequence[int] = (),
     **options,
 ) -> list[float]:
@@ -132,15 +133,16 @@ def forced(
         cached: tokens of the prompt that were cached when it was answered; they are cached first here, too.
         tail: tokens that follow the cached ones in that request. Without a tail, the window at their end stays in BF16.
         others: prompts asked in between. Enough of them take all BF16 copies of cached pages, those of sinks too.
+        after: which of the earlier requests ``others`` follow, counted from 0; all by default.
         turns: lengths of earlier prompts that this prompt begins with; they are asked first, one after the other.
         options: fields of each request, such as its adapter.
     """
     server.drain()
-    for prefix in (*turns, cached // PAGE_SIZE * PAGE_SIZE):
+    for n, prefix in enumerate((*turns, cached // PAGE_SIZE * PAGE_SIZE)):
         if not 0 < prefix < len(prompt):
             continue
         server.json("/generate", body([*prompt[:prefix], *tail], 1, **options), timeout=timeout)
-        if others:
+        if others and (after is None or n in after):
             server.json("/generate", body(list(others), 1, **options), timeout=timeout)
     server.json("/generate", body(prompt, 1, **options), timeout=timeout)
     # The first entry is about the prompt's last token and has no log-probability.

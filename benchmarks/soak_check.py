@@ -26,9 +26,9 @@ from sglang_kvq.constants import PAGE_SIZE
 #: The bound relative to the worst measured difference; thousands of answers are compared, but only dozens are measured.
 FACTOR = 3.0
 #: Kinds of requests that are measured alone, in rotation; see ``Checker.alone``.
-CALIBRATED = ("cold", "after a part", "cut", "resumed", "beside another", "late")
-#: A kind that HiCache makes common: pages were computed only from records, and are themselves read from records.
-LATE_TWICE = "late twice"
+CALIBRATED = ("cold", "after a part", "cut", "resumed", "beside another", "next turn", "late")
+#: Kinds that HiCache makes common: pages were computed only from records, and are perhaps read from records, too.
+LATE_TWICE, LATE_TURN, LATE_BEFORE = "late twice", "late turn", "late before"
 #: Wrong pages of the second control: as many as two requests of a batch shared when a row was repointed too early.
 WRONG_PAGES = 9
 LEAST = 0.04  # nats, mean of an answer: the effect of BF16's rounding alone (tests/gpu)
@@ -42,13 +42,13 @@ class Way:
         cached: tokens at the prompt's beginning that are computed in a request of their own.
         turns: lengths of shorter beginnings, each computed before in a request of its own.
         beside: whether other tokens follow the cached ones in their request, so that its window lies elsewhere.
-        late: whether others take all BF16 copies after each of these requests.
+        late: after which of these requests others take all BF16 copies, counted from 0.
     """
 
     cached: int
     turns: tuple[int, ...] = ()
     beside: bool = False
-    late: bool = False
+    late: tuple[int, ...] = ()
 
 
 def ways(answer: Answer) -> Iterator[Way]:
@@ -72,9 +72,13 @@ def ways(answer: Answer) -> Iterator[Way]:
     if turns:
         yield Way(cached, turns)
         yield Way(cached, turns, beside=True)
-    yield Way(cached, late=True)
+    yield Way(cached, late=(0,))
+    last = len(turns)
     if turns:
-        yield Way(cached, turns, late=True)
+        yield Way(cached, turns, late=tuple(range(last + 1)))
+        yield Way(cached, turns, late=(last,))
+    for first in range(last, 0, -1):  # what was computed from records is now read in BF16
+        yield Way(cached, turns, late=tuple(range(first)))
 
 
 def _whole_pages(tokens: int) -> int:
@@ -86,7 +90,7 @@ class Checker:
 
     def __init__(self, reference: TinyServer, scale: Scale, fault: bool, hicache: bool = False) -> None:
         self.reference, self.scale, self.fault = reference, scale, fault
-        self.kinds = (*CALIBRATED, LATE_TWICE, LATE_TWICE, LATE_TWICE) if hicache else CALIBRATED
+        self.kinds = (*CALIBRATED, LATE_TWICE, LATE_TURN, LATE_BEFORE, LATE_TWICE) if hicache else CALIBRATED
         #: BF16 copies of the server that has the most; an estimate until ``calibrate`` has asked the servers.
         self.copies = 8 * scale.requests
         self.bound = Bound(0.0, 0.0)
@@ -118,6 +122,7 @@ class Checker:
             way.cached,
             tail=self.tail(self.rng)[: max(self.scale.longest - way.cached, 0)] if way.beside else (),
             others=self.others(self.rng) if way.late else (),
+            after=way.late,
             turns=way.turns,
         )
         return token_difference(answer.logprobs, there)
@@ -165,7 +170,9 @@ class Checker:
         another`` shares its beginning with an earlier, longer prompt: it reads quantized what it would otherwise have
         in BF16, because the cached part lay outside the longer prompt's window. A ``late`` request finds its whole
         prompt cached, but others have taken all its BF16 copies, including those of sinks. ``late twice`` does this for
-        half of the prompt, and then for all of it.
+        half of the prompt, and then for all of it; ``late before`` only for the half. The ``next turn`` follows an
+        answer in its prompt, whose tokens were computed one by one. In a ``late turn`` others then took the BF16
+        copies.
         """
         server.drain()
         turns: list[int] = []
@@ -175,10 +182,18 @@ class Checker:
             tail = self.tail(rng)
             part = rng.randint(1, max(min(len(prompt), self.scale.longest - len(tail)), 1))
             server.json("/generate", body(prompt[:part] + tail, 1), timeout=120)
-        elif kind in ("late", LATE_TWICE):
-            turns = [len(prompt) // 2] if kind == LATE_TWICE else []
+        elif kind in ("late", LATE_TWICE, LATE_BEFORE):
+            turns = [] if kind == "late" else [len(prompt) // 2]
             for part in (*turns, len(prompt)):
                 server.json("/generate", body(prompt[:part], 1), timeout=120)
+                if kind != LATE_BEFORE or part in turns:
+                    server.json("/generate", body(self.others(rng), 1), timeout=120)
+        elif kind in ("next turn", LATE_TURN):
+            prompt = prompt[: self.scale.longest - count]
+            turns = [max(len(prompt) // 2, 1)]
+            first = _ask(server, prompt[: turns[0]], count)
+            prompt = prompt[: turns[0]] + first.tokens + prompt[turns[0] :]
+            if kind == LATE_TURN:
                 server.json("/generate", body(self.others(rng), 1), timeout=120)
         elif kind == "resumed":
             first = _ask(server, prompt, max(count // 2, 1))

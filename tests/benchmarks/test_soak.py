@@ -210,8 +210,11 @@ def test_an_answer_is_compared_in_the_ways_that_its_client_knows():
         Way(576, beside=True),
         Way(576, (128, 320)),
         Way(576, (128, 320), beside=True),
-        Way(576, late=True),
-        Way(576, (128, 320), late=True),
+        Way(576, late=(0,)),
+        Way(576, (128, 320), late=(0, 1, 2)),
+        Way(576, (128, 320), late=(2,)),
+        Way(576, (128, 320), late=(0, 1)),
+        Way(576, (128, 320), late=(0,)),
     ]
 
 
