@@ -8,7 +8,8 @@ second server with the same settings serves one request at a time: it caches an 
 log-probabilities of the answer's tokens (``benchmarks/answers.py``). First, the differences of requests that run alone
 are measured; they bound the rest, and an answer beyond the bound is wrong (``benchmarks/soak_check.py``). Every minute
 the traffic stops, and then nothing may be held. With SGLang 0.5.22 and 0.5.23 the server's records and BF16 pages share
-the memory, unless ``--streaming`` or ``--pair`` is given.
+the memory, unless ``--streaming`` or ``--pair`` is given. Then the boundary between them must move
+(``benchmarks/crowded.py``).
 
 ``--minutes`` counts traffic only. Starting two servers and measuring take 1 minute and two to three times ``--alone``
 more, and everything ends by ``--limit``. The tiny model's answers depend strongly on its cache
@@ -38,7 +39,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks import copy_check, record
+from benchmarks import copy_check, crowded, record
 from benchmarks.pair_server import ENGINES, PairServer, mode, on_a_cpu
 from benchmarks.soak_check import WRONG_PAGES, Checker
 from benchmarks.soak_traffic import Answer, Scale, Traffic
@@ -46,6 +47,7 @@ from benchmarks.tiny_hybrids import SERVER_FLAGS
 from benchmarks.tiny_models import MODELS
 from benchmarks.tiny_server import IDLE_CHECK, TinyServer, gpu_names, plugin_path, versions, with_plugin
 from launch.server import ServerError
+from sglang_kvq.config import KVQuantConfig
 from sglang_kvq.server_process import ServerFailed, free_port
 
 GPU = Scale(16, 12000, (4, 48), (200, 400), 32768, 2048, 16, 24, 24, 0.3, 60.0, 90)
@@ -78,6 +80,7 @@ class Soak:
         self.server: TinyServer | PairServer | None = None
         self.seconds, self.leaked, self.pauses = 0.0, 0, 0
         self.copies: dict[str, dict[str, int]] = {}  # copied pages: how many were compared, and how many differed
+        self.moves: int | None = None  # of the boundary; None if the memory is not shared
         self.stopped: list[str] = []
         self.waiting: queue.Queue[Answer] = queue.Queue(maxsize=32)
         self.kept: list[Answer] = []
@@ -101,10 +104,14 @@ class Soak:
         ]
 
     def own_flags(self) -> list[str]:
-        """Returns flags of the server with traffic only; the reference answers without drafts and HiCache."""
-        if self.args.hicache:
-            return self.tiers()
-        return ["--enable-streaming-session"] if self.args.streaming else self.drafts()
+        """Returns flags of the server with traffic only; the reference answers without drafts and HiCache.
+
+        Windows stay whole while the boundary moves, because the reference cannot repeat when they shrank.
+        """
+        if self.args.streaming:
+            return ["--enable-streaming-session"]
+        whole = ["--kv-quant-recent-min", str(KVQuantConfig.recent_tokens)]
+        return [*whole, *(self.tiers() if self.args.hicache else self.drafts())]
 
     def tiers(self) -> list[str]:
         """Returns flags of the server whose pages also go to the host, if one does."""
@@ -153,9 +160,11 @@ class Soak:
         flags = [*self.flags(room * self.scale.pool), *own]
         base["SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"] = str(self.folder / "pages")
         env = {**base, **env}
-        if self.args.hicache and name in ("server", "prefill"):
+        plugins = [crowded] if name == "server" else []
+        plugins += [copy_check] if self.args.hicache and name in ("server", "prefill") else []
+        for plugin in plugins:
             known = env.get("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
-            env["PYTHONPATH"] = with_plugin(self.folder, Path(copy_check.__file__), known)
+            env["PYTHONPATH"] = with_plugin(self.folder, Path(plugin.__file__), known)
         return TinyServer(model, flags, cpu=self.cpu, log=self.folder / f"{name}.log", env=env, gpus=[gpu])
 
     def offer(self, answer: Answer) -> None:
@@ -183,6 +192,7 @@ class Soak:
             states = [state.get("kv_quant", {}) for state in self.server.states()]
             self.leaked += sum(sum(state.get("tiers", {}).values()) for state in states) + _used(self.server)
             self.copies = next((state["copies"] for state in states if "copies" in state), {})
+            self.moves = next((state["boundary_moves"] for state in states if "boundary_moves" in state), None)
         except (ServerError, ServerFailed, OSError) as error:
             left = [str(error)[:1500]]
         if left:
@@ -333,6 +343,7 @@ class Soak:
             "pair": self.args.pair or "",
             "cached_tokens": dict(c.places) if c else {},
             "copies": self.copies,
+            "boundary_moves": self.moves,
             "notes": [*self.stopped[:6], *(k.examples if k else []), *(c.messages[:4] if c else [])],
         }
 
@@ -362,6 +373,7 @@ class Soak:
             and (row["wrong_page_seen"] or 0) >= 0.5
             and (not row["hicache"] or sum(row["cached_tokens"].get(place, 0) for place in ("host", "storage")) > 0)
             and (not row["hicache"] or copy_check.all_equal(row["copies"]))
+            and row["boundary_moves"] != 0
         )
         print("passed" if passed else "FAILED", self.args.out, f"{time.monotonic() - self.begin:.0f} s", flush=True)
         return passed

@@ -32,6 +32,7 @@ class FakeServer:
         self.running, self.sessions = True, {}
         self.places: dict[str, int] | None = None  #: tokens per place where prompts were cached
         self.copies: dict[str, dict[str, int]] = {}
+        self.moves: int | None = None  #: moves of the boundary of a shared memory
 
     def start(self, timeout: float) -> None: ...
 
@@ -50,7 +51,8 @@ class FakeServer:
 
     def states(self) -> list[dict]:
         tiers = {"bf16_tokens": 64 if self.held else 0, "quantized_tokens": 0}
-        return [{"kv_quant": {"tiers": tiers, **({"copies": self.copies} if self.copies else {})}}]
+        moves = {} if self.moves is None else {"boundary_moves": self.moves}
+        return [{"kv_quant": {"tiers": tiers, **({"copies": self.copies} if self.copies else {}), **moves}}]
 
     def held_when_empty(self) -> list[str]:
         return self.held
@@ -152,6 +154,14 @@ def test_pages_must_come_from_the_host_and_be_as_they_were(run, place, compared,
     server.copies = {name: {"compared": compared, "wrong": wrong} for name in NAMES}
     passed, row = run(server, hicache="file")
     assert passed is passes and row["cached_tokens"][place] > 0 and row["copies"] == server.copies, row
+
+
+@pytest.mark.parametrize(("moves", "passes"), [(None, True), (3, True), (0, False)])
+def test_the_boundary_of_a_shared_memory_must_move(run, moves, passes):
+    server = FakeServer()
+    server.moves = moves
+    passed, row = run(server)
+    assert passed is passes and row["boundary_moves"] == moves, row
 
 
 @pytest.mark.parametrize("second", [True, False])
