@@ -9,7 +9,7 @@ log-probabilities of the answer's tokens (``benchmarks/answers.py``). First, the
 are measured; they bound the rest, and an answer beyond the bound is wrong (``benchmarks/soak_check.py``). Every minute
 the traffic stops, and then nothing may be held. With SGLang 0.5.22 and 0.5.23 the server's records and BF16 pages share
 the memory, unless ``--streaming`` or ``--pair`` is given. Then the boundary between them must move
-(``benchmarks/crowded.py``).
+(``benchmarks/crowded.py``). On a CPU, ``--late`` lets HiCache's copies happen late (``tests/e2e/late_copies.py``).
 
 ``--minutes`` counts traffic only. Starting two servers and measuring take 1 minute and two to three times ``--alone``
 more, and everything ends by ``--limit``. The tiny model's answers depend strongly on its cache
@@ -49,6 +49,7 @@ from benchmarks.tiny_server import IDLE_CHECK, TinyServer, gpu_names, plugin_pat
 from launch.server import ServerError
 from sglang_kvq.config import KVQuantConfig
 from sglang_kvq.server_process import ServerFailed, free_port
+from tests.e2e import late_copies
 
 GPU = Scale(16, 12000, (4, 48), (200, 400), 32768, 2048, 16, 24, 24, 0.3, 60.0, 90)
 #: Chunks exceed ``--kv-quant-recent``. Otherwise the server would reserve so many BF16 pages for prefill that no cached
@@ -81,6 +82,7 @@ class Soak:
         self.seconds, self.leaked, self.pauses = 0.0, 0, 0
         self.copies: dict[str, dict[str, int]] = {}  # copied pages: how many were compared, and how many differed
         self.moves: int | None = None  # of the boundary; None if the memory is not shared
+        self.late: dict[str, int] = {}  # copies that happened late, and moves that waited for them
         self.stopped: list[str] = []
         self.waiting: queue.Queue[Answer] = queue.Queue(maxsize=32)
         self.kept: list[Answer] = []
@@ -161,7 +163,8 @@ class Soak:
         base["SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"] = str(self.folder / "pages")
         env = {**base, **env}
         plugins = [crowded] if name == "server" else []
-        plugins += [copy_check] if self.args.hicache and name in ("server", "prefill") else []
+        if self.args.hicache and name in ("server", "prefill"):
+            plugins += [copy_check, late_copies] if self.args.late else [copy_check]
         for plugin in plugins:
             known = env.get("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
             env["PYTHONPATH"] = with_plugin(self.folder, Path(plugin.__file__), known)
@@ -193,6 +196,7 @@ class Soak:
             self.leaked += sum(sum(state.get("tiers", {}).values()) for state in states) + _used(self.server)
             self.copies = next((state["copies"] for state in states if "copies" in state), {})
             self.moves = next((state["boundary_moves"] for state in states if "boundary_moves" in state), None)
+            self.late = next((state["late"] for state in states if "late" in state), {})
         except (ServerError, ServerFailed, OSError) as error:
             left = [str(error)[:1500]]
         if left:
@@ -344,6 +348,7 @@ class Soak:
             "cached_tokens": dict(c.places) if c else {},
             "copies": self.copies,
             "boundary_moves": self.moves,
+            "late": self.late,
             "notes": [*self.stopped[:6], *(k.examples if k else []), *(c.messages[:4] if c else [])],
         }
 
@@ -374,6 +379,7 @@ class Soak:
             and (not row["hicache"] or sum(row["cached_tokens"].get(place, 0) for place in ("host", "storage")) > 0)
             and (not row["hicache"] or copy_check.all_equal(row["copies"]))
             and row["boundary_moves"] != 0
+            and (not self.args.late or bool(row["late"].get("written") and row["late"].get("loaded")))
         )
         print("passed" if passed else "FAILED", self.args.out, f"{time.monotonic() - self.begin:.0f} s", flush=True)
         return passed
@@ -440,6 +446,7 @@ def main() -> int:
         "--streaming", action="store_true", help="some clients keep streaming sessions, which divides the memory once"
     )
     parser.add_argument("--hicache", choices=("host", "file"), help="pages also go to host memory, or on to files")
+    parser.add_argument("--late", action="store_true", help="copies of --hicache happen late; only on a CPU")
     parser.add_argument(
         "--pair",
         nargs="?",
@@ -453,6 +460,10 @@ def main() -> int:
     args = parser.parse_args()
     if args.streaming and (args.speculation != "none" or args.hicache or args.pair):
         parser.error("--streaming: servers refuse streaming sessions with drafts, HiCache or a pair. Leave it out.")
+    if args.late and args.device != "cpu":
+        parser.error("--late: only on a CPU. On a GPU, set SGLANG_TEST_HICACHE_H2D_DELAY_CYCLES=2000000 instead.")
+    if args.late and not args.hicache:
+        parser.error("--late: without HiCache there are no copies. Add --hicache host or --hicache file.")
     names = gpu_names() if args.device == "cuda" else []
     if args.device == "cuda" and not names:
         raise SystemExit("no GPU: nvidia-smi lists none. --device cpu tries the program on SGLang's CPU engine.")

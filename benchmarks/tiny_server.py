@@ -70,10 +70,10 @@ def with_plugin(folder: Path, module: Path, path: str) -> str:
     """Returns a PYTHONPATH with which a server also loads this file as a plugin, by its function ``install``.
 
     Args:
-        folder: gets the file and what pip would write for its entry point.
+        folder: gets a folder with the file and what pip would write for its entry point.
         path: the rest of the PYTHONPATH.
     """
-    name, place = module.stem, folder / "plugins"
+    name, place = module.stem, folder / "plugins" / module.stem
     _write_entry_points(place, name, "0.0", f"[sglang.srt.plugins]\n{name} = {name}:install\n")
     shutil.copy(module, place)
     return os.pathsep.join(filter(None, (str(place), path)))

@@ -6,6 +6,7 @@ import argparse
 import io
 import json
 import math
+import os
 import random
 import threading
 import time
@@ -33,6 +34,7 @@ class FakeServer:
         self.places: dict[str, int] | None = None  #: tokens per place where prompts were cached
         self.copies: dict[str, dict[str, int]] = {}
         self.moves: int | None = None  #: moves of the boundary of a shared memory
+        self.late: dict[str, int] = {}
 
     def start(self, timeout: float) -> None: ...
 
@@ -52,7 +54,8 @@ class FakeServer:
     def states(self) -> list[dict]:
         tiers = {"bf16_tokens": 64 if self.held else 0, "quantized_tokens": 0}
         moves = {} if self.moves is None else {"boundary_moves": self.moves}
-        return [{"kv_quant": {"tiers": tiers, **({"copies": self.copies} if self.copies else {}), **moves}}]
+        copies = {name: counts for name, counts in (("copies", self.copies), ("late", self.late)) if counts}
+        return [{"kv_quant": {"tiers": tiers, **copies, **moves}}]
 
     def held_when_empty(self) -> list[str]:
         return self.held
@@ -104,7 +107,7 @@ class FakeServer:
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def soaked(
-        server: FakeServer, second: bool = True, fault: bool = False, hicache: str | None = None
+        server: FakeServer, second: bool = True, fault: bool = False, hicache: str | None = None, late: bool = False
     ) -> tuple[bool, dict]:
         monkeypatch.setattr(soak.sys, "argv", ["soak.py"])
         args = argparse.Namespace(
@@ -121,6 +124,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
             seed=1,
             fault=fault,
             hicache=hicache,
+            late=late,
             streaming=False,
             pair=False,
             logs=None,
@@ -154,6 +158,48 @@ def test_pages_must_come_from_the_host_and_be_as_they_were(run, place, compared,
     server.copies = {name: {"compared": compared, "wrong": wrong} for name in NAMES}
     passed, row = run(server, hicache="file")
     assert passed is passes and row["cached_tokens"][place] > 0 and row["copies"] == server.copies, row
+
+
+@pytest.mark.parametrize(("written", "loaded", "passes"), [(9, 7, True), (9, 0, False), (0, 7, False)])
+def test_copies_must_be_late_in_both_directions(run, written, loaded, passes):
+    server = FakeServer()
+    server.places = {"device": 5, "host": 64}
+    server.copies = {name: {"compared": 9, "wrong": 0} for name in NAMES}
+    server.late = {"written": written, "loaded": loaded, "moves": 0}
+    passed, row = run(server, hicache="file", late=True)
+    assert passed is passes and row["late"] == server.late, row
+
+
+@pytest.mark.parametrize(
+    ("flags", "fix"),
+    [
+        (["--device", "cuda", "--hicache", "file"], "set SGLANG_TEST_HICACHE_H2D_DELAY_CYCLES=2000000 instead"),
+        (["--device", "cpu"], "Add --hicache host or --hicache file"),
+    ],
+)
+def test_copies_are_late_only_with_hicache_on_a_cpu(flags, fix, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(soak.sys, "argv", ["soak.py", "--out", str(tmp_path / "soak.json"), "--late", *flags])
+    with pytest.raises(SystemExit):
+        soak.main()
+    assert fix in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("late", [True, False])
+def test_only_the_server_with_the_traffic_copies_late(late, tmp_path, monkeypatch):
+    words = ["soak.py", "--out", str(tmp_path / "soak.json"), "--device", "cpu", "--hicache", "file", "--logs"]
+    made: dict[str, set[str]] = {}
+
+    def plugins(run: soak.Soak) -> bool:
+        for name in ("server", "reference"):
+            path = run.make(name, 0, {}, []).env.get("PYTHONPATH", "").split(os.pathsep)
+            made[name] = {Path(place).name for place in path if Path(place).parent.name == "plugins"}
+        return True
+
+    monkeypatch.setattr(soak.Soak, "run", plugins)
+    monkeypatch.setattr(soak.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(soak.sys, "argv", [*words, str(tmp_path), *(["--late"] if late else [])])
+    assert soak.main() == 0
+    assert made == {"server": {"crowded", "copy_check"} | ({"late_copies"} if late else set()), "reference": set()}
 
 
 @pytest.mark.parametrize(("moves", "passes"), [(None, True), (3, True), (0, False)])

@@ -36,8 +36,12 @@ def prompt(index: int) -> list[int]:
 
 
 def ask(client: Client, index: int) -> tuple[dict[str, int], list[float]]:
+    return read(client, prompt(index))
+
+
+def read(client: Client, ids: list[int]) -> tuple[dict[str, int], list[float]]:
     """Returns where a prompt's tokens were cached, and the log-probabilities of its last tokens and of the answer."""
-    meta = client.generate(prompt(index), 3, return_logprob=True, logprob_start_len=CACHED + 1)["meta_info"]
+    meta = client.generate(ids, 3, return_logprob=True, logprob_start_len=CACHED + 1)["meta_info"]
     found = meta.get("cached_tokens_details") or {}
     logprobs = [entry[0] for entry in meta["input_token_logprobs"][1:] + meta["output_token_logprobs"]]
     return {place: found.get(place) or 0 for place in PLACES}, logprobs
