@@ -72,7 +72,8 @@ class Soak:
         self.scale = CPU if self.cpu else GPU
         self.begin = time.monotonic()
         self.limit = self.begin + 60 * (args.limit or args.minutes + 1.5) - 20
-        self.second = args.reference == "second" or (args.reference == "auto" and not self.cpu)
+        self.compares = not args.shrink
+        self.second = self.compares and (args.reference == "second" or (args.reference == "auto" and not self.cpu))
         tiny = MODELS[args.model]
         layers = args.layers or tiny.layers
         self.model = tiny if layers == tiny.layers else replace(tiny, name=f"{tiny.name}_{layers}", layers=layers)
@@ -108,11 +109,12 @@ class Soak:
     def own_flags(self) -> list[str]:
         """Returns flags of the server with traffic only; the reference answers without drafts and HiCache.
 
-        Windows stay whole while the boundary moves, because the reference cannot repeat when they shrank.
+        While the boundary moves, windows stay whole if answers are compared, because the reference cannot repeat when
+        they shrank.
         """
         if self.args.streaming:
             return ["--enable-streaming-session"]
-        whole = ["--kv-quant-recent-min", str(KVQuantConfig.recent_tokens)]
+        whole = ["--kv-quant-recent-min", str(KVQuantConfig.recent_tokens)] if self.compares else []
         return [*whole, *(self.tiers() if self.args.hicache else self.drafts())]
 
     def tiers(self) -> list[str]:
@@ -172,6 +174,8 @@ class Soak:
 
     def offer(self, answer: Answer) -> None:
         """Offers an answer for comparison: to the second server now, or as one of a random sample for later."""
+        if not self.compares:
+            return
         if self.second:
             with suppress(queue.Full):
                 self.waiting.put_nowait(answer)
@@ -219,18 +223,9 @@ class Soak:
             with ThreadPoolExecutor(len(servers)) as pool:  # servers end with its threads
                 for job in [pool.submit(s.start, max(self.limit - time.monotonic(), 1)) for s in servers]:
                     job.result()
-                self.say(f"{len(servers)} servers started; requests alone are measured")
-                self.checker = Checker(reference, self.scale, self.args.fault, bool(self.args.hicache))
-                default = (240 if self.cpu else 40) if self.args.hicache else 60 if self.cpu else 25
-                self.checker.calibrate(self.server, time.monotonic() + (self.args.alone or default))
-                found, bound = self.checker.calibrated, self.checker.bound
-                mean, largest = max(d.mean for d in found), max(d.max for d in found)
-                wrong = self.checker.wrong_page_mean() or 0.0
-                self.say(
-                    f"{len(found)} requests alone: mean up to {mean:.4f}, max up to {largest:.3f}; "
-                    f"bound {bound.mean:.4f} and {bound.max:.3f}; "
-                    f"wrong pages: median {wrong:.3f}, {self.checker.seen()} beyond the bound"
-                )
+                self.say(f"{len(servers)} servers started")
+                if self.compares:
+                    self._measure_alone(reference)
                 self._soak()
         finally:
             self.done.set()
@@ -238,6 +233,19 @@ class Soak:
                 server.stop()
             row = self.write()
         return self.show(row)
+
+    def _measure_alone(self, reference: TinyServer | PairServer) -> None:
+        self.checker = Checker(reference, self.scale, self.args.fault, bool(self.args.hicache))
+        default = (240 if self.cpu else 40) if self.args.hicache else 60 if self.cpu else 25
+        self.checker.calibrate(self.server, time.monotonic() + (self.args.alone or default))
+        found, bound = self.checker.calibrated, self.checker.bound
+        mean, largest = max(d.mean for d in found), max(d.max for d in found)
+        wrong = self.checker.wrong_page_mean() or 0.0
+        self.say(
+            f"{len(found)} requests alone: mean up to {mean:.4f}, max up to {largest:.3f}; "
+            f"bound {bound.mean:.4f} and {bound.max:.3f}; "
+            f"wrong pages: median {wrong:.3f}, {self.checker.seen()} beyond the bound"
+        )
 
     def _soak(self) -> None:
         self.server.drain()
@@ -249,9 +257,8 @@ class Soak:
             comparing.start()
         begin = time.monotonic()
         # Without a second server, the comparison takes its share of the time afterwards.
-        end = min(
-            begin + 60 * self.args.minutes * (1 if self.second else 0.5), self.limit - (15 if self.second else 60)
-        )
+        whole = self.second or not self.compares
+        end = min(begin + 60 * self.args.minutes * (1 if whole else 0.5), self.limit - (15 if whole else 60))
         self.traffic.start()
         pause, shown = begin + self.scale.pause, begin
         while time.monotonic() < end:
@@ -296,9 +303,10 @@ class Soak:
 
     def progress(self) -> None:
         c, k = self.traffic.counts, self.checker
+        compared = f"{k.compared} compared, {k.wrong} wrong (worst {k.worst}), " if k else ""
         self.say(
             f"{c.requests} requests, {c.aborted} aborted, {c.errors} errors, {self.retractions()} retractions, "
-            f"{k.compared} compared, {k.wrong} wrong (worst {k.worst}), {self.leaked} leaked"
+            f"{compared}{self.leaked} leaked"
         )
         self.write()
 
@@ -342,6 +350,7 @@ class Soak:
             "output_tokens": c.tokens if c else 0,
             "kinds": dict(c.kinds) if c else {},
             "fault": self.args.fault,
+            "shrink": self.args.shrink,
             "streaming": self.args.streaming,
             "hicache": self.args.hicache or "",
             "pair": self.args.pair or "",
@@ -365,17 +374,13 @@ class Soak:
                 print(f"{name:18} {value}")
         for note in row["notes"]:
             print(f"note: {note}")
-        least = 3 if self.cpu else 200
         passed = (
             row["errors"] == 0
-            and row["wrong_answers"] == 0
             and row["leaked_tokens"] == 0
-            and not row["not_compared"]
             and not self.stopped
-            and row["compared"] >= least
+            and (not self.compares or self._compared_well(row))
             and row["aborted"] > 0
             and (self.cpu or row["retractions"] > 0)
-            and (row["wrong_page_seen"] or 0) >= 0.5
             and (not row["hicache"] or sum(row["cached_tokens"].get(place, 0) for place in ("host", "storage")) > 0)
             and (not row["hicache"] or copy_check.all_equal(row["copies"]))
             and row["boundary_moves"] != 0
@@ -383,6 +388,14 @@ class Soak:
         )
         print("passed" if passed else "FAILED", self.args.out, f"{time.monotonic() - self.begin:.0f} s", flush=True)
         return passed
+
+    def _compared_well(self, row: dict) -> bool:
+        return (
+            row["wrong_answers"] == 0
+            and not row["not_compared"]
+            and row["compared"] >= (3 if self.cpu else 200)
+            and (row["wrong_page_seen"] or 0) >= 0.5
+        )
 
 
 def at_share(latencies: Sequence[float], share: float) -> float | None:
@@ -445,6 +458,9 @@ def main() -> int:
     parser.add_argument(
         "--streaming", action="store_true", help="some clients keep streaming sessions, which divides the memory once"
     )
+    parser.add_argument(
+        "--shrink", action="store_true", help="windows may shrink, as by default; then no answers are compared"
+    )
     parser.add_argument("--hicache", choices=("host", "file"), help="pages also go to host memory, or on to files")
     parser.add_argument("--late", action="store_true", help="copies of --hicache happen late; only on a CPU")
     parser.add_argument(
@@ -460,6 +476,10 @@ def main() -> int:
     args = parser.parse_args()
     if args.streaming and (args.speculation != "none" or args.hicache or args.pair):
         parser.error("--streaming: servers refuse streaming sessions with drafts, HiCache or a pair. Leave it out.")
+    if args.shrink and (args.streaming or args.pair or args.fault):
+        parser.error(
+            "--shrink: windows shrink only in a shared memory, and no answers are compared then. Leave it out."
+        )
     if args.late and args.device != "cpu":
         parser.error("--late: only on a CPU. On a GPU, set SGLANG_TEST_HICACHE_H2D_DELAY_CYCLES=2000000 instead.")
     if args.late and not args.hicache:
