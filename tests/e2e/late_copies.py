@@ -9,8 +9,8 @@ each copy joins its stream. It happens after the copies before it, and as late a
 
 Freed pages, freed rows of host memory and pages that are about to be loaded are filled with NaN. ``/server_info``
 counts late copies of pages to the host, late loads of a page's layer, and moves that had to wait (``live_state``).
-With the variable ``KVQ_TEST_LATE_FAULT``, ``layers`` or ``moves`` do not wait. Copies of chosen pages of a history
-never wait for loads on a CPU, so this plugin is not for servers with sessions.
+With the variable ``KVQ_TEST_LATE_FAULT``, ``layers`` or ``moves`` do not wait. The plugin is not for servers that copy
+chosen pages of a history, because on a CPU these copies do not wait for loads.
 """
 
 from __future__ import annotations
