@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from sglang_kvq.cache.transfer import to_device
 from sglang_kvq.constants import PAGE_SIZE
 
 #: Pages whose checksums are computed at a time when the cache is flushed.
@@ -98,11 +99,10 @@ class Hooks:
         original(pool, tiers, **sizes)
         self.copies = Copies(tiers, pool.page_num)
 
-    def backup(self, pool: Any, original: Callable, device_pool: Any, there: Any, pages: torch.Tensor, io: str) -> None:
-        rows = pool.places  # before the copy, which forgets them
-        original(pool, device_pool, there, pages, io)
-        if self.copies and len(rows):
-            self.copies.backed_up(pages, rows.to(pages.device))
+    def backup(self, pool: Any, original: Callable, device_pool: Any, rows: Any, pages: torch.Tensor, io: str) -> None:
+        original(pool, device_pool, rows, pages, io)
+        if self.copies and len(pages):
+            self.copies.backed_up(pages, rows)
 
     def load(
         self,
@@ -117,11 +117,12 @@ class Hooks:
     ) -> None:
         original(pool, device_pool, rows, pages, layer, *more, **draft)
         if self.copies and layer == pool.layer_num - 1:
-            self.copies.loaded(pages, rows.to(pages.device))
+            self.copies.loaded(pages, rows)
 
     def free_rows(self, pool: Any, original: Callable, indices: torch.Tensor) -> int:
         if self.copies:
-            self.copies.of_row.index_fill_(0, (indices // PAGE_SIZE).to(self.copies.of_row.device), 0)
+            (rows,) = to_device([(indices.cpu() // PAGE_SIZE).numpy()], self.copies.of_row.device)
+            self.copies.of_row.index_fill_(0, rows, 0)
         return int(original(pool, indices))
 
     def clear_rows(self, pool: Any, original: Callable) -> None:
