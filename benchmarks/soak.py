@@ -73,7 +73,8 @@ class Soak:
         self.begin = time.monotonic()
         self.limit = self.begin + 60 * (args.limit or args.minutes + 1.5) - 20
         self.compares = not args.shrink
-        self.second = self.compares and (args.reference == "second" or (args.reference == "auto" and not self.cpu))
+        own = args.reference == "same" or (args.reference == "auto" and self.cpu and not args.pair)
+        self.second = self.compares and not own
         tiny = MODELS[args.model]
         layers = args.layers or tiny.layers
         self.model = tiny if layers == tiny.layers else replace(tiny, name=f"{tiny.name}_{layers}", layers=layers)
@@ -476,6 +477,8 @@ def main() -> int:
     args = parser.parse_args()
     if args.streaming and (args.speculation != "none" or args.hicache or args.pair):
         parser.error("--streaming: servers refuse streaming sessions with drafts, HiCache or a pair. Leave it out.")
+    if args.pair and args.reference == "same":
+        parser.error("--reference same: a pair gives no log-probabilities of prompts. Use --reference second.")
     if args.shrink and (args.streaming or args.pair or args.fault):
         parser.error(
             "--shrink: windows shrink only in a shared memory, and no answers are compared then. Leave it out."

@@ -189,15 +189,29 @@ def test_copies_must_be_late_in_both_directions(run, written, loaded, passes):
 @pytest.mark.parametrize(
     ("flags", "fix"),
     [
-        (["--device", "cuda", "--hicache", "file"], "set SGLANG_TEST_HICACHE_H2D_DELAY_CYCLES=2000000 instead"),
-        (["--device", "cpu"], "Add --hicache host or --hicache file"),
+        (
+            ["--late", "--device", "cuda", "--hicache", "file"],
+            "set SGLANG_TEST_HICACHE_H2D_DELAY_CYCLES=2000000 instead",
+        ),
+        (["--late", "--device", "cpu"], "Add --hicache host or --hicache file"),
+        (["--pair", "--reference", "same"], "Use --reference second"),
+        (["--shrink", "--streaming"], "--shrink: windows shrink only in a shared memory"),
     ],
 )
-def test_copies_are_late_only_with_hicache_on_a_cpu(flags, fix, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(soak.sys, "argv", ["soak.py", "--out", str(tmp_path / "soak.json"), "--late", *flags])
+def test_options_that_do_not_fit_are_refused(flags, fix, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(soak.sys, "argv", ["soak.py", "--out", str(tmp_path / "soak.json"), *flags])
     with pytest.raises(SystemExit):
         soak.main()
     assert fix in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("flags", "second"), [([], False), (["--pair"], True)])
+def test_a_pair_on_a_cpu_has_a_second_server(flags, second, tmp_path, monkeypatch):
+    found = []
+    monkeypatch.setattr(soak.Soak, "run", lambda run: found.append(run.second) or True)
+    monkeypatch.setattr(soak.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(soak.sys, "argv", ["soak.py", "--out", str(tmp_path / "soak.json"), "--device", "cpu", *flags])
+    assert soak.main() == 0 and found == [second]
 
 
 @pytest.mark.parametrize("late", [True, False])
