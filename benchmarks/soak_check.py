@@ -13,6 +13,7 @@ import statistics
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import combinations, pairwise
 
 from benchmarks.answers import Bound, Difference, another_page, forced, token_difference
 from benchmarks.pair_server import PairServer
@@ -29,6 +30,11 @@ FACTOR = 3.0
 CALIBRATED = ("cold", "after a part", "cut", "resumed", "beside another", "next turn", "late")
 #: Kinds that HiCache makes common: pages were computed only from records, and are perhaps read from records, too.
 LATE_TWICE, LATE_TURN, LATE_BEFORE = "late twice", "late turn", "late before"
+#: Several turns, each late or not, as nobody knows.
+LATE_TALK = "late talk"
+#: With HiCache, answers with more earlier turns are not compared: each turn may have been late, so there would be too
+#: many ways. ``copy_check`` compares their pages.
+KNOWN_TURNS = 3
 #: Wrong pages of the second control: as many as two requests of a batch shared when a row was repointed too early.
 WRONG_PAGES = 9
 LEAST = 0.04  # nats, mean of an answer: the effect of BF16's rounding alone (tests/gpu)
@@ -66,19 +72,28 @@ def ways(answer: Answer) -> Iterator[Way]:
         yield Way(middle, (cached,))
     if not cached:
         return
-    turns = tuple(sorted(turn for turn in set(map(_whole_pages, answer.turns)) if 0 < turn < cached))
+    turns = _turns(answer)
     yield Way(0)
     yield Way(cached, beside=True)
     if turns:
         yield Way(cached, turns)
         yield Way(cached, turns, beside=True)
     yield Way(cached, late=(0,))
-    last = len(turns)
-    if turns:
-        yield Way(cached, turns, late=tuple(range(last + 1)))
-        yield Way(cached, turns, late=(last,))
-    for first in range(last, 0, -1):  # what was computed from records is now read in BF16
-        yield Way(cached, turns, late=tuple(range(first)))
+    for late in _late_requests(len(turns) + 1) if turns else ():
+        yield Way(cached, turns, late=late)
+
+
+def _late_requests(count: int) -> Iterator[tuple[int, ...]]:
+    """Yields which of an answer's earlier requests may have been late: any, if they are few, otherwise all."""
+    requests = range(count)
+    for size in range(count, 0 if count <= KNOWN_TURNS + 1 else count - 1, -1):
+        yield from combinations(requests, size)
+
+
+def _turns(answer: Answer) -> tuple[int, ...]:
+    """Returns the whole pages, in tokens, of an answer's earlier turns, as far as they were cached."""
+    cached = _whole_pages(answer.cached)
+    return tuple(sorted(turn for turn in set(map(_whole_pages, answer.turns)) if 0 < turn < cached))
 
 
 def _whole_pages(tokens: int) -> int:
@@ -90,7 +105,9 @@ class Checker:
 
     def __init__(self, reference: TinyServer, scale: Scale, fault: bool, hicache: bool = False) -> None:
         self.reference, self.scale, self.fault = reference, scale, fault
-        self.kinds = (*CALIBRATED, LATE_TWICE, LATE_TURN, LATE_BEFORE, LATE_TWICE) if hicache else CALIBRATED
+        late = (LATE_TWICE, LATE_TURN, LATE_BEFORE, LATE_TALK, LATE_TALK)
+        self.kinds = (*CALIBRATED, *late) if hicache else CALIBRATED
+        self.known_turns = KNOWN_TURNS if hicache else None
         #: BF16 copies of the server that has the most; an estimate until ``calibrate`` has asked the servers.
         self.copies = 8 * scale.requests
         self.bound = Bound(0.0, 0.0)
@@ -98,7 +115,7 @@ class Checker:
         #: Differences by the number of wrong pages in the prompt; a row that points elsewhere gives several wrong
         #: pages.
         self.controls: dict[int, list[Difference]] = {1: [], WRONG_PAGES: []}
-        self.compared, self.tokens, self.wrong, self.failed, self.again = 0, 0, 0, 0, 0
+        self.compared, self.tokens, self.wrong, self.failed, self.again, self.skipped = 0, 0, 0, 0, 0, 0
         self.seconds = 0.0
         self.worst = Difference(0.0, 0.0, 0)
         self.most = 0.0
@@ -172,7 +189,7 @@ class Checker:
         prompt cached, but others have taken all its BF16 copies, including those of sinks. ``late twice`` does this for
         half of the prompt, and then for all of it; ``late before`` only for the half. The ``next turn`` follows an
         answer in its prompt, whose tokens were computed one by one. In a ``late turn`` others then took the BF16
-        copies.
+        copies. A ``late talk`` has several such turns, about half of them late.
         """
         server.drain()
         turns: list[int] = []
@@ -188,13 +205,16 @@ class Checker:
                 server.json("/generate", body(prompt[:part], 1), timeout=120)
                 if kind != LATE_BEFORE or part in turns:
                     server.json("/generate", body(self.others(rng), 1), timeout=120)
-        elif kind in ("next turn", LATE_TURN):
-            prompt = prompt[: self.scale.longest - count]
-            turns = [max(len(prompt) // 2, 1)]
-            first = _ask(server, prompt[: turns[0]], count)
-            prompt = prompt[: turns[0]] + first.tokens + prompt[turns[0] :]
-            if kind == LATE_TURN:
-                server.json("/generate", body(self.others(rng), 1), timeout=120)
+        elif kind in ("next turn", LATE_TURN, LATE_TALK):
+            number = rng.randint(2, KNOWN_TURNS) if kind == LATE_TALK else 1
+            parts, prompt = _parts(prompt[: max(self.scale.longest - number * count, number + 1)], number + 1), []
+            for part in parts[:-1]:
+                prompt += part
+                turns.append(len(prompt))
+                prompt += _ask(server, prompt, count).tokens
+                if kind == LATE_TURN or (kind == LATE_TALK and rng.random() < 0.5):
+                    server.json("/generate", body(self.others(rng), 1), timeout=120)
+            prompt += parts[-1]
         elif kind == "resumed":
             first = _ask(server, prompt, max(count // 2, 1))
             server.drain()
@@ -237,6 +257,9 @@ class Checker:
 
     def check(self, answer: Answer) -> None:
         """Counts one answer; it is wrong if it is beyond the bound in all its ways."""
+        if self.known_turns is not None and len(_turns(answer)) > self.known_turns:
+            self.skipped += 1
+            return
         begin = time.monotonic()
         try:
             if self.fault and self.compared % 10 == 9:
@@ -289,6 +312,12 @@ def _bf16_pages(sizes: dict) -> int:
     if not sizes.get("shared_memory"):
         return int(sizes.get("bf16_pages") or 0)
     return int(sizes["memory_bytes"] / (PAGE_SIZE * (sizes["token_bytes"] + sizes["bf16_token_bytes"]))) + 1
+
+
+def _parts(prompt: list[int], count: int) -> list[list[int]]:
+    """Returns the prompt in ``count`` parts of about equal length."""
+    ends = [len(prompt) * n // count for n in range(count + 1)]
+    return [prompt[begin:end] for begin, end in pairwise(ends)]
 
 
 def _ask(server: TinyServer | PairServer, prompt: list[int], tokens: int) -> Answer:

@@ -297,11 +297,18 @@ def test_an_answer_is_compared_in_the_ways_that_its_client_knows():
         Way(576, (128, 320)),
         Way(576, (128, 320), beside=True),
         Way(576, late=(0,)),
-        Way(576, (128, 320), late=(0, 1, 2)),
-        Way(576, (128, 320), late=(2,)),
-        Way(576, (128, 320), late=(0, 1)),
-        Way(576, (128, 320), late=(0,)),
+        *(Way(576, (128, 320), late=late) for late in ((0, 1, 2), (0, 1), (0, 2), (1, 2), (0,), (1,), (2,))),
     ]
+
+
+def test_with_hicache_long_conversations_are_not_compared():
+    answer = Answer("conversation", [5] * 640, [7], [-9.0], 576, turns=[64, 128, 192, 256, 300, 320])
+    for hicache, counts in ((False, (1, 1, 0)), (True, (0, 0, 1))):
+        checker = soak_check.Checker(FakeServer(), SCALE, False, hicache)
+        checker.check(answer)
+        assert (checker.compared, checker.wrong, checker.skipped) == counts
+    late = [way.late for way in ways(answer) if way.turns and way.late]
+    assert late == [(0, 1, 2, 3, 4, 5)]
 
 
 class Forgetful(FakeServer):
