@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -15,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.tiny_server import with_plugin
 from launch.server import Server
 from sglang_kvq.releases import OLD_TREE_RELEASES, OLDEST
 from tests import shallow
@@ -166,13 +166,8 @@ def servers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
 @pytest.fixture(scope="session")
 def faulty(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, str]]:
     """``faulty(*names)`` returns variables that make a server load ``server_faults.py`` with these faults."""
-    folder = tmp_path_factory.mktemp("plugin")
-    shutil.copy(Path(__file__).parent / "server_faults.py", folder)
-    info = folder / "server_faults-0.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: server-faults\nVersion: 0.0\n")
-    (info / "entry_points.txt").write_text("[sglang.srt.plugins]\nserver_faults = server_faults:install\n")
-    path = os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))
+    folder, here = tmp_path_factory.mktemp("plugin"), Path(__file__).parent
+    path = with_plugin(folder, here / "server_faults.py", os.environ.get("PYTHONPATH", ""))
     return lambda *names: {"PYTHONPATH": path, "KVQ_TEST_FAULTS": ",".join(names)}
 
 
@@ -181,15 +176,10 @@ def plugins(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str,
     """``plugins(*names)`` returns variables that make a server load these files of this folder as plugins."""
 
     def install(*names: str) -> dict[str, str]:
-        folder = tmp_path_factory.mktemp("plugins")
+        folder, path = tmp_path_factory.mktemp("plugins"), os.environ.get("PYTHONPATH", "")
         for name in names:
-            shutil.copy(Path(__file__).parent / f"{name}.py", folder)
-            info = folder / f"{name}-0.0.dist-info"
-            info.mkdir()
-            called = name.replace("_", "-")
-            (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {called}\nVersion: 0.0\n")
-            (info / "entry_points.txt").write_text(f"[sglang.srt.plugins]\n{name} = {name}:install\n")
-        return {"PYTHONPATH": os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))}
+            path = with_plugin(folder, Path(__file__).parent / f"{name}.py", path)
+        return {"PYTHONPATH": path}
 
     return install
 
