@@ -11,13 +11,14 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, pairwise
 
 from benchmarks.answers import Bound, Difference, another_page, forced, token_difference
 from benchmarks.pair_server import PairServer
-from benchmarks.soak_traffic import Answer, Scale, draw_tokens
+from benchmarks.soak_traffic import Answer, Scale, Talk, draw_tokens
 from benchmarks.tiny_models import VOCABULARY
 from benchmarks.tiny_server import TinyServer, body
 from launch.server import ServerError
@@ -32,8 +33,8 @@ CALIBRATED = ("cold", "after a part", "cut", "resumed", "beside another", "next 
 LATE_TWICE, LATE_TURN, LATE_BEFORE = "late twice", "late turn", "late before"
 #: Several turns, each late or not, as nobody knows.
 LATE_TALK = "late talk"
-#: With HiCache, answers with more earlier turns are not compared: each turn may have been late, so there would be too
-#: many ways. ``copy_check`` compares their pages.
+#: With HiCache, answers with more earlier turns are not compared, nor are those of retracted requests: there would be
+#: too many ways. ``copy_check`` compares their pages.
 KNOWN_TURNS = 3
 #: Wrong pages of the second control: as many as two requests of a batch shared when a row was repointed too early.
 WRONG_PAGES = 9
@@ -46,7 +47,7 @@ class Way:
 
     Attributes:
         cached: tokens at the prompt's beginning that are computed in a request of their own.
-        turns: lengths of shorter beginnings, each computed before in a request of its own.
+        turns: lengths of shorter beginnings, each computed before in a request of its own; whole pages.
         beside: whether other tokens follow the cached ones in their request, so that its window lies elsewhere.
         late: after which of these requests others take all BF16 copies, counted from 0.
     """
@@ -72,28 +73,28 @@ def ways(answer: Answer) -> Iterator[Way]:
         yield Way(middle, (cached,))
     if not cached:
         return
-    turns = _turns(answer)
+    ends = _cached(answer, answer.turns)
+    turns = tuple(sorted({*ends, *_cached(answer, answer.asked)}))
     yield Way(0)
     yield Way(cached, beside=True)
     if turns:
         yield Way(cached, turns)
         yield Way(cached, turns, beside=True)
     yield Way(cached, late=(0,))
-    for late in _late_requests(len(turns) + 1) if turns else ():
+    for late in _late((*map(turns.index, ends), len(turns))) if turns else ():
         yield Way(cached, turns, late=late)
 
 
-def _late_requests(count: int) -> Iterator[tuple[int, ...]]:
-    """Yields which of an answer's earlier requests may have been late: any, if they are few, otherwise all."""
-    requests = range(count)
+def _late(requests: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """Yields which of the requests may have been late: any, if they are few, otherwise all."""
+    count = len(requests)
     for size in range(count, 0 if count <= KNOWN_TURNS + 1 else count - 1, -1):
         yield from combinations(requests, size)
 
 
-def _turns(answer: Answer) -> tuple[int, ...]:
-    """Returns the whole pages, in tokens, of an answer's earlier turns, as far as they were cached."""
-    cached = _whole_pages(answer.cached)
-    return tuple(sorted(turn for turn in set(map(_whole_pages, answer.turns)) if 0 < turn < cached))
+def _cached(answer: Answer, lengths: Sequence[int]) -> list[int]:
+    """Returns the whole pages, in tokens, of an answer's earlier beginnings, as far as they were cached."""
+    return sorted(n for n in set(map(_whole_pages, lengths)) if 0 < n < _whole_pages(answer.cached))
 
 
 def _whole_pages(tokens: int) -> int:
@@ -115,7 +116,8 @@ class Checker:
         #: Differences by the number of wrong pages in the prompt; a row that points elsewhere gives several wrong
         #: pages.
         self.controls: dict[int, list[Difference]] = {1: [], WRONG_PAGES: []}
-        self.compared, self.tokens, self.wrong, self.failed, self.again, self.skipped = 0, 0, 0, 0, 0, 0
+        self.compared, self.tokens, self.wrong, self.failed, self.again = 0, 0, 0, 0, 0
+        self.skipped: Counter[str] = Counter()
         self.seconds = 0.0
         self.worst = Difference(0.0, 0.0, 0)
         self.most = 0.0
@@ -192,7 +194,7 @@ class Checker:
         copies. A ``late talk`` has several such turns, about half of them late.
         """
         server.drain()
-        turns: list[int] = []
+        talk, turns = Talk(), []
         if kind in ("after a part", "cut"):
             server.json("/generate", body(prompt[: rng.randint(1, len(prompt))], 1), timeout=120)
         elif kind == "beside another":
@@ -207,20 +209,19 @@ class Checker:
                     server.json("/generate", body(self.others(rng), 1), timeout=120)
         elif kind in ("next turn", LATE_TURN, LATE_TALK):
             number = rng.randint(2, KNOWN_TURNS) if kind == LATE_TALK else 1
-            parts, prompt = _parts(prompt[: max(self.scale.longest - number * count, number + 1)], number + 1), []
+            parts = _parts(prompt[: max(self.scale.longest - number * count, number + 1)], rng, number + 1)
             for part in parts[:-1]:
-                prompt += part
-                turns.append(len(prompt))
-                prompt += _ask(server, prompt, count).tokens
+                prompt = [*talk.tokens, *part]
+                talk = talk.after(prompt, _reply(server, prompt, count))
                 if kind == LATE_TURN or (kind == LATE_TALK and rng.random() < 0.5):
                     server.json("/generate", body(self.others(rng), 1), timeout=120)
-            prompt += parts[-1]
+            prompt, turns = [*talk.tokens, *parts[-1]], talk.turns
         elif kind == "resumed":
             first = _ask(server, prompt, max(count // 2, 1))
             server.drain()
             rest = _ask(server, prompt + first.tokens, max(count - count // 2, 1))
             return Answer(kind, prompt, first.tokens + rest.tokens, first.logprobs + rest.logprobs, 0)
-        answer = replace(_ask(server, prompt, count), kind=kind, turns=turns)
+        answer = replace(_ask(server, prompt, count), kind=kind, turns=turns, asked=talk.asked)
         return replace(answer, cached=0) if kind == "cut" else answer
 
     def calibrate(self, server: TinyServer | PairServer, until: float) -> None:
@@ -257,8 +258,8 @@ class Checker:
 
     def check(self, answer: Answer) -> None:
         """Counts one answer; it is wrong if it is beyond the bound in all its ways."""
-        if self.known_turns is not None and len(_turns(answer)) > self.known_turns:
-            self.skipped += 1
+        if reason := self.unknown(answer):
+            self.skipped[reason] += 1
             return
         begin = time.monotonic()
         try:
@@ -280,9 +281,17 @@ class Checker:
             if len(self.examples) < 8:
                 self.examples.append(
                     f"{answer.kind}: prompt of {len(answer.prompt)} tokens, {answer.cached} cached, "
-                    f"turns {answer.turns}, {len(answer.tokens)} answered: {found}; "
+                    f"turns {list(answer.turns)}, {len(answer.tokens)} answered: {found}; "
                     f"ways: {', '.join(f'{way.mean:.3f}' for way in self.tried)}"
                 )
+
+    def unknown(self, answer: Answer) -> str:
+        """Returns why the past of an answer with HiCache has too many ways; empty if it does not."""
+        if self.known_turns is None:
+            return ""
+        if answer.retracted:
+            return "retracted"  # at any token, with pages that were late or not when it went on
+        return "too_many_turns" if len(_cached(answer, answer.turns)) > self.known_turns else ""
 
     def seen(self, pages: int = 1) -> float | None:
         """Returns the share of controls with so many wrong pages that the bound finds wrong."""
@@ -314,14 +323,18 @@ def _bf16_pages(sizes: dict) -> int:
     return int(sizes["memory_bytes"] / (PAGE_SIZE * (sizes["token_bytes"] + sizes["bf16_token_bytes"]))) + 1
 
 
-def _parts(prompt: list[int], count: int) -> list[list[int]]:
-    """Returns the prompt in ``count`` parts of about equal length."""
-    ends = [len(prompt) * n // count for n in range(count + 1)]
+def _parts(prompt: list[int], rng: random.Random, count: int) -> list[list[int]]:
+    """Returns the prompt in ``count`` parts of any lengths, like turns of a conversation."""
+    ends = [0, *sorted(rng.sample(range(1, len(prompt)), count - 1)), len(prompt)]
     return [prompt[begin:end] for begin, end in pairwise(ends)]
 
 
-def _ask(server: TinyServer | PairServer, prompt: list[int], tokens: int) -> Answer:
+def _reply(server: TinyServer | PairServer, prompt: list[int], tokens: int) -> dict:
     asked = body(prompt, tokens, return_logprob=True, sampling_params={"temperature": 1.0})
-    meta = server.json("/generate", asked, timeout=120)["meta_info"]
+    return server.json("/generate", asked, timeout=120)
+
+
+def _ask(server: TinyServer | PairServer, prompt: list[int], tokens: int) -> Answer:
+    meta = _reply(server, prompt, tokens)["meta_info"]
     pairs = meta["output_token_logprobs"]
     return Answer("alone", prompt, [p[1] for p in pairs], [p[0] for p in pairs], meta.get("cached_tokens") or 0)

@@ -58,8 +58,10 @@ class Answer:
     """An answer to one request, to be compared with the same tokens forced.
 
     Attributes:
-        turns: lengths of beginnings of this prompt that were asked before: a conversation's earlier prompts, or the
-            nodes of the tree of prefixes above it.
+        turns: lengths of this prompt's beginnings after which another request began: earlier prompts with their
+            answers, or the nodes of the tree of prefixes above it.
+        asked: lengths of the earlier prompts, without their answers.
+        retracted: whether SGLang retracted this request or an earlier one of the same conversation.
     """
 
     kind: str
@@ -67,15 +69,27 @@ class Answer:
     tokens: list[int]
     logprobs: list[float]
     cached: int
-    turns: list[int] = field(default_factory=list)
+    turns: Sequence[int] = ()
+    asked: Sequence[int] = ()
+    retracted: bool = False
 
 
 @dataclass(frozen=True)
 class Talk:
-    """A conversation, or a node of the tree of prefixes: its tokens so far, and the lengths of what was asked of it."""
+    """A conversation, or a node of the tree of prefixes: its tokens so far, and its past as in ``Answer``."""
 
     tokens: tuple[int, ...] = ()
     turns: tuple[int, ...] = ()
+    asked: tuple[int, ...] = ()
+    retracted: bool = False
+
+    def after(self, prompt: Sequence[int], reply: dict) -> Talk:
+        """Returns the conversation after a reply to a prompt that continues it."""
+        meta = reply["meta_info"]
+        tokens = (*prompt, *(pair[1] for pair in meta["output_token_logprobs"]))
+        retracted = self.retracted or bool(meta.get("num_retractions"))
+        # The last token's key and value are computed by the next request.
+        return Talk(tokens, (*self.turns, len(tokens) - 1), (*self.asked, len(prompt)), retracted)
 
 
 class Prefixes:
@@ -232,34 +246,34 @@ class Traffic:
                 self.counts.places.update({name: n for name, n in places.items() if isinstance(n, int)})
         return replies
 
-    def _offer(self, kind: str, prompt: list[int], reply: dict, turns: tuple[int, ...] = ()) -> None:
+    def _offer(self, kind: str, prompt: list[int], reply: dict, past: Talk = Talk()) -> None:
         if not reply["comparable"]:
             return
-        pairs = reply["meta_info"]["output_token_logprobs"]
+        after, pairs = past.after(prompt, reply), reply["meta_info"]["output_token_logprobs"]
         cached = reply["meta_info"].get("cached_tokens") or 0
-        self.checked(Answer(kind, prompt, [p[1] for p in pairs], [p[0] for p in pairs], cached, list(turns)))
+        said, logprobs = [p[1] for p in pairs], [p[0] for p in pairs]
+        self.checked(Answer(kind, prompt, said, logprobs, cached, past.turns, past.asked, after.retracted))
 
-    def _prompt(self, rng: random.Random) -> tuple[list[int], tuple[int, ...]]:
-        """Returns a prompt that begins with a node of the tree, and the lengths of the nodes above it."""
+    def _prompt(self, rng: random.Random) -> tuple[list[int], Talk]:
+        """Returns a prompt that begins with a node of the tree, and the node."""
         node = self.prefixes.draw(rng)
         prompt = [*node.tokens, *draw_tokens(rng, self.scale.shortest, self.scale.longest // 2)]
-        return prompt[: self.scale.longest], node.turns
+        return prompt[: self.scale.longest], node
 
     # -- kinds of jobs ----------------------------------------------------------------------------------------
 
     def _single(self, rng: random.Random, talk: Talk) -> None:
-        prompt, turns = self._prompt(rng)
-        self._offer("single", prompt, self._ask(rng, "single", prompt, self._length(rng))[0], turns)
+        prompt, node = self._prompt(rng)
+        self._offer("single", prompt, self._ask(rng, "single", prompt, self._length(rng))[0], node)
 
     def _conversation(self, rng: random.Random, talk: Talk) -> Talk:
         begin = talk if talk.tokens else self.prefixes.draw(rng)
-        prompt, turns = [*begin.tokens, *draw_tokens(rng, self.scale.shortest, self.scale.longest // 16)], begin.turns
+        prompt = [*begin.tokens, *draw_tokens(rng, self.scale.shortest, self.scale.longest // 16)]
         if len(prompt) >= self.scale.longest:
-            prompt, turns = self._prompt(rng)
+            prompt, begin = self._prompt(rng)
         reply = self._ask(rng, "conversation", prompt, self._length(rng))[0]
-        self._offer("conversation", prompt, reply, turns)
-        said = [pair[1] for pair in reply["meta_info"]["output_token_logprobs"]]  # a shorter conversation is fine, too
-        return Talk((*prompt, *said), (*turns, len(prompt)))
+        self._offer("conversation", prompt, reply, begin)
+        return begin.after(prompt, reply)  # a shorter conversation is fine, too
 
     def _pair(self, rng: random.Random, talk: Talk) -> None:
         """Sends two cold requests at once that share a new prefix and differ in length."""
@@ -269,9 +283,9 @@ class Traffic:
             self._offer("pair", prompt, reply)
 
     def _parallel(self, rng: random.Random, talk: Talk) -> None:
-        prompt, turns = self._prompt(rng)
+        prompt, node = self._prompt(rng)
         replies = self._ask(rng, "parallel", prompt, self._length(rng), {"n": rng.randint(2, 4)})
-        self._offer("parallel", prompt, rng.choice(replies), turns)
+        self._offer("parallel", prompt, rng.choice(replies), node)
 
     def _disconnect(self, rng: random.Random, talk: Talk) -> None:
         self._leave(rng, body(self._prompt(rng)[0], self._length(rng), stream=True))
@@ -316,16 +330,15 @@ class Traffic:
         kind = "streaming" if streaming else "session"
         opened = {"capacity_of_str_len": 1 << 24, **({"streaming": True} if streaming else {})}
         session = json.loads(self.server.request("/open_session", opened, timeout=60))
-        history, rid, turns = [], None, ()
+        past, rid = Talk(), None
         try:
             for _ in range(rng.randint(2, 3)):
                 ids = draw_tokens(rng, self.scale.shortest, self.scale.longest // 8)
                 params = {"id": session} if streaming else {"id": session, "rid": rid}
                 reply = self._ask(rng, kind, ids, rng.randint(*self.scale.answer), session_params=params)[0]
-                self._offer(kind, history + ids, reply, turns)
-                turns = (*turns, len(history + ids))
-                rid = reply["meta_info"]["id"]
-                history += ids + [pair[1] for pair in reply["meta_info"]["output_token_logprobs"]]
+                prompt, rid = [*past.tokens, *ids], reply["meta_info"]["id"]
+                self._offer(kind, prompt, reply, past)
+                past = past.after(prompt, reply)
         finally:
             self.server.request("/close_session", {"session_id": session}, timeout=60)
 

@@ -19,7 +19,7 @@ from benchmarks import soak, soak_check
 from benchmarks.answers import Bound, Difference, Step, greedy_difference
 from benchmarks.copy_check import NAMES
 from benchmarks.soak_check import LATE_TWICE, LEAST, Way, ways
-from benchmarks.soak_traffic import Answer, Prefixes
+from benchmarks.soak_traffic import Answer, Prefixes, Talk
 from sglang_kvq.constants import PAGE_SIZE
 
 SCALE = replace(soak.CPU, pause=0.4, calibration=12, clients=4, wait=0.01, longest=300)
@@ -301,9 +301,37 @@ def test_an_answer_is_compared_in_the_ways_that_its_client_knows():
     ]
 
 
+def test_others_may_take_bf16_copies_after_an_answer_not_before_it():
+    """The first prompt was shorter than a page, and its answer filled it; the third page was decoded, too."""
+    answer = Answer("session", [5] * 640, [7], [-1.0], 448, turns=[80, 199, 460], asked=[50, 190, 300])
+    turns = (64, 128, 192, 256)  # 50 and 460 are no beginnings of whole pages that end before 448
+    late = [way.late for way in ways(answer) if way.turns == turns]
+    assert late == [(), (), (0, 2, 4), (0, 2), (0, 4), (2, 4), (0,), (2,), (4,)]
+
+
+def test_a_conversation_keeps_where_its_answers_ended_and_whether_one_was_retracted():
+    def reply(count: int, **meta) -> dict:
+        return {"meta_info": {"output_token_logprobs": [[-1.0, 7, None]] * count, **meta}}
+
+    node = Talk((5,) * 30, (30,))
+    one = node.after([5] * 50, reply(30))
+    assert one == Talk((*(5,) * 50, *(7,) * 30), (30, 79), (50,))
+    two = one.after([*one.tokens, 5], reply(2, num_retractions=1))
+    assert (two.turns, two.asked, two.retracted) == ((30, 79, 82), (50, 81), True)
+    assert two.after(two.tokens, reply(1, num_retractions=0)).retracted
+
+
+def test_with_hicache_answers_after_a_retraction_are_not_compared():
+    answer = Answer("single", [5] * 640, [7], [-9.0], 0, retracted=True)
+    for hicache, counts in ((False, (1, 1, {})), (True, (0, 0, {"retracted": 1}))):
+        checker = soak_check.Checker(FakeServer(), SCALE, False, hicache)
+        checker.check(answer)
+        assert (checker.compared, checker.wrong, checker.skipped) == counts
+
+
 def test_with_hicache_long_conversations_are_not_compared():
     answer = Answer("conversation", [5] * 640, [7], [-9.0], 576, turns=[64, 128, 192, 256, 300, 320])
-    for hicache, counts in ((False, (1, 1, 0)), (True, (0, 0, 1))):
+    for hicache, counts in ((False, (1, 1, {})), (True, (0, 0, {"too_many_turns": 1}))):
         checker = soak_check.Checker(FakeServer(), SCALE, False, hicache)
         checker.check(answer)
         assert (checker.compared, checker.wrong, checker.skipped) == counts
@@ -312,20 +340,20 @@ def test_with_hicache_long_conversations_are_not_compared():
 
 
 class Forgetful(FakeServer):
-    """A server that is less exact, the more often others came between the requests for a prompt's beginnings."""
+    """A server that is less exact, the more of a prompt's beginnings others followed, counted in whole pages."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.asked: list[list[int]] = []
-        self.late = 0
+        self.drain()
 
     def drain(self) -> None:
-        self.asked, self.late = [], 0
+        self.asked: list[list[int]] = []
+        self.late: set[int] = set()
 
     def json(self, path: str, asked: dict | None = None, timeout: float = 60):
         ids = asked["input_ids"]
         if isinstance(ids[0], list):
-            self.late += bool(self.asked)
+            self.late.add(max((len(one) for one in self.asked), default=0) // PAGE_SIZE)
             return []
         cached = max((len(one) for one in self.asked if ids[: len(one)] == one), default=0)
         cached = min(cached, len(ids) - 1) // PAGE_SIZE * PAGE_SIZE
@@ -333,7 +361,7 @@ class Forgetful(FakeServer):
         reply = super().json(path, asked, timeout)
         meta = reply["meta_info"]
         for pair in (*meta["output_token_logprobs"], *meta["input_token_logprobs"][1:]):
-            pair[0] -= 0.3 * self.late * (cached > 0)
+            pair[0] -= 0.3 * len(self.late - {0}) * (cached > 0)
         meta["cached_tokens"] = cached
         return reply
 
