@@ -36,8 +36,8 @@ class KVQuantConfig:
         clip_k, clip_v: quantile of ``|x|`` over a head's row beyond which keys/values are clipped, in (0, 1]; 1 clips
             nothing; None means the value in the rotation file, or the method's default. A given value applies to codes
             of every width, the default to INT2 codes only.
-        bf16_budget: share of BF16 pages in the KV memory, in (0, 1). With None, BF16 pages and records share the memory
-            as they need it if the server supports that (``sglang.memory.shared``); otherwise ``DEFAULT_BUDGET``.
+        bf16_budget: share of BF16 pages in the KV memory, in (0, 0.9). With None, BF16 pages and records share the
+            memory as they need it if the server supports that (``sglang.memory.shared``); otherwise ``DEFAULT_BUDGET``.
         bits: ``--kv-quant-bits`` as given: bits per code, or ``auto:TARGET``; for ``transform``, allocated bits per
             element. None means the method's default.
         seed: seed of random rotations; None means 0.

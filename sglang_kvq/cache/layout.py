@@ -14,11 +14,23 @@ from sglang_kvq.formats.record import RecordFormat
 
 #: Context lengths in tokens for which logs and ``kvq plan`` show how many requests fit.
 CONTEXTS = (4 << 10, 32 << 10, 128 << 10)
+#: Limits of SGLang's table of rows if ``--max-running-requests`` does not size it: the largest share of the cache's
+#: memory that the table may take, and the fewest rows.
+_ROWS_SHARE, _LEAST_ROWS = 1 / 32, 64
 
 
 def contexts_within(most: int) -> tuple[int, ...]:
     """Returns the values of ``CONTEXTS`` up to ``most``, a model's longest context; just ``most`` if there are none."""
     return tuple(context for context in CONTEXTS if context <= most) or (most,)
+
+
+def rows_within(budget_bytes: int, context: int) -> int:
+    """Returns how many requests may run in a shared memory without ``--max-running-requests``.
+
+    SGLang's table has four bytes for every token of every request that may run. In a memory that is divided once, BF16
+    pages keep these requests few. In a shared memory the table might have thousands of rows for a million tokens each.
+    """
+    return max(int(budget_bytes * _ROWS_SHARE) // (4 * context), _LEAST_ROWS)
 
 
 @dataclass(frozen=True)

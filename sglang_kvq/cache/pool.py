@@ -53,7 +53,7 @@ class PagePool:
         page_slot: int32 ``[pages + 1]``, a page's BF16 slot, -1 for none; ``page_slot[0] == 0``.
         req_to_token: int32 ``[rows, context]``, SGLang's token locations (page * PAGE_SIZE + offset). The scheduler may
             rewrite a row as soon as a batch is planned, while the batch's layers still run. So only plans read it.
-        row_pages: int32 ``[rows, context / PAGE_SIZE]``, a row's page ids at the last plan that included it. Layers
+        row_pages: int32 ``[rows, context / PAGE_SIZE]``, a row's pages at the last plan that included it. Layers
             read these. Only plans write them, on the stream that runs the layers.
         row_sink_end, row_history_end: int32 ``[rows]``, token positions. For the next batch, a row's request reads BF16
             pages in ``[0, sink_end)``, records in ``[sink_end, history_end)`` and BF16 pages from ``history_end``

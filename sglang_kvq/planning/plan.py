@@ -98,7 +98,8 @@ class Row:
         bits: allocated bits per element of the history, without BF16 pages, but with first tokens that are kept.
         setting: ``--kv-quant-bits``; None for the method's default, or without a method.
         budget: ``--kv-quant-bf16-budget``; None without a method, and if records and BF16 pages share the memory.
-        tokens, requests: limits of all copies together; ``requests`` None means no limit.
+        tokens, requests: limits of all copies together without ``--max-running-requests``; ``requests`` None means no
+            limit.
         at: number of requests that fit, by context.
         rotations: location of the method's rotations; "" if none are known; None if the method needs no rotation file.
         error: why not a single request fits; None if one does.

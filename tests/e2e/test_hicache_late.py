@@ -22,7 +22,7 @@ from tests.e2e.test_hicache import CACHED, FLAGS, PAGES, at, come_back, prompt, 
 pytestmark = pytest.mark.skipif(ON_GPU, reason="on a GPU, SGLANG_TEST_HICACHE_H2D_DELAY_CYCLES makes loads late")
 #: Prompts have twice as many different pages as the device; the host has room for all.
 PROMPTS, CLIENTS, ROUNDS = 12, 4, 8
-#: Prompts that begin alike, one after the other, and how many tokens they share.
+#: Prompts with the same beginning, one after the other, and how many tokens they share.
 ALIKE, SHARED = 3, 2 * PAGE_SIZE
 #: Nats a token by which batches of other sizes may change an answer, because BF16 is rounded.
 ROUNDING = 0.015

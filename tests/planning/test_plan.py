@@ -222,6 +222,18 @@ def test_a_shared_memory_serves_many_requests_without_a_budget():
     assert not planner("qwen3-8b", wish=Wish(4096, many.at[4096] + 1)).row_of("hadamard", None).serves
 
 
+@new_tree
+def test_long_contexts_need_a_flag_for_many_requests(tmp_path):
+    """Without the flag SGLang's table has rows for fewer requests, because a row is as long as the context."""
+    config = json.loads((MODELS / "qwen3-8b" / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 1 << 20}))
+    wish = ("--gpu", "h100", "--count", "2", "--weights", "16", "--context", "4K", "--concurrency", "899")
+    best = found(str(tmp_path), *wish)["best"]
+    assert best["at"]["4096"] >= 899 > best["requests"]
+    assert dict(pairwise(shlex.split(best["commands"][-1])))["--max-running-requests"] == "450"
+    assert "--max-running-requests" not in found(QWEN3, *wish)["best"]["commands"][-1]
+
+
 def test_budget_is_raised_for_many_requests_and_left_alone_otherwise(monkeypatch):
     """Checks a release that divides the memory once."""
     monkeypatch.setattr(compat, "sglang_version", lambda: Version("0.5.18"))

@@ -95,8 +95,8 @@ class TierManager(TierState):
         """Plans the verification of ``count`` drafts of each request; ``seq_lens`` includes the drafts.
 
         The verification is a decode step that writes ``count`` tokens. Rejected drafts stay in the window, because
-        ``attention.drafts.check_count`` limits drafts to the number of recent tokens. They are overwritten before their
-        page leaves the window.
+        ``attention.drafts.check_count`` allows fewer drafts than recent tokens. They are overwritten before their page
+        leaves the window.
         """
         self._plan(rows, None, seq_lens, max_len, None, count)
         self._dirty = True

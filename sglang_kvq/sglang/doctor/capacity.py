@@ -17,6 +17,7 @@ from sglang_kvq.cache.layout import (
     fit,
     fit_shared,
     reserved_bytes,
+    rows_within,
 )
 from sglang_kvq.cache.memory.recurrent_states import SGLANG_RATIO, needs_of, share_states
 from sglang_kvq.cache.memory.windows import STOCK_RATIO, need_of, share_windows, token_bytes
@@ -37,7 +38,7 @@ class Capacity:
     Attributes:
         tokens_bf16: tokens that plain SGLang holds in the same memory.
         tokens: tokens in the cache of a server with ``--kv-quant``.
-        requests: requests that such a server runs at once.
+        requests: requests that such a server runs at once, without ``--max-running-requests``.
         beside: other content of the memory, in words; None if there is none.
         shared: layout of the memory that records and BF16 pages share; None if the memory is divided once.
     """
@@ -49,7 +50,7 @@ class Capacity:
     shared: MemoryLayout | None = None
 
     def requests_at(self, context: int) -> int:
-        """Returns how many requests of ``context`` tokens run at once with ``--kv-quant``."""
+        """Returns how many requests of ``context`` tokens fit at once with ``--kv-quant``."""
         return (
             min(self.tokens // context, self.requests) if self.shared is None else self.shared.requests_at(context)[1]
         )
@@ -104,9 +105,15 @@ def capacity(
         return Capacity(plain, layout.tokens, requests, f"{states:,} recurrent states of {state / 2**20:.1f} MiB")
     if config.bf16_budget is None and compat.applies(NEW_TREE, compat.sglang_version()):
         layout = fit_shared(config, geometry, memory, chunk)
-        return Capacity(plain, layout.tokens, layout.max_requests, shared=layout)
+        rows = min(_most_requests(layout, model), rows_within(memory, model.context_len))
+        return Capacity(plain, layout.tokens, min(layout.max_requests, rows), shared=layout)
     layout = fit(config, geometry, memory)
     return Capacity(plain, layout.tokens, layout.max_requests)
+
+
+def _most_requests(layout: MemoryLayout, model: ModelConfig) -> int:
+    """Returns SGLang's limit of running requests without ``--max-running-requests``."""
+    return max(min(int(layout.tokens / model.context_len * 512), 4096), 2048)
 
 
 def _with_windows(

@@ -1,4 +1,4 @@
-"""Adapts SGLang's storage back ends: each stores a quantized page as one object, and can remove a damaged page."""
+"""Adapts SGLang's storage back ends, so that a quantized page is one object and a damaged page can be removed."""
 
 from __future__ import annotations
 

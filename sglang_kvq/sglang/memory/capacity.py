@@ -11,6 +11,7 @@ from sglang_kvq.cache.layout import (
     bf16_slots,
     divide,
     reserved_bytes,
+    rows_within,
     share,
     shared_reserve,
     window_slots,
@@ -30,10 +31,6 @@ from sglang_kvq.sglang.disaggregation.staging import entries_for, staging_bytes
 from sglang_kvq.sglang.memory import stages
 from sglang_kvq.sglang.runtime import config_of, logger
 from sglang_kvq.sglang.types import Configurator, ModelConfig, Original
-
-#: Limits of SGLang's table of rows if ``--max-running-requests`` does not size it: the largest share of the cache's
-#: memory that the table may take, and the fewest rows.
-_ROWS_SHARE, _LEAST_ROWS = 1 / 32, 64
 
 
 def compute_cell_size(original: Original, self: Configurator, kvc: Configurator, num_layers: int) -> int:
@@ -146,10 +143,7 @@ def resolve_max_num_reqs(original: Original, self: Configurator, token_capacity:
     if state.shared is not None:
         rows = requests
         if self.server_args.max_running_requests is None:
-            # In a memory that is divided once, BF16 pages keep the rows few. Here the table could grow too large: it
-            # might have thousands of rows for a million tokens each.
-            few = max(int(state.budget_bytes * _ROWS_SHARE) // (4 * self.model_config.context_len), _LEAST_ROWS)
-            rows = min(rows, few)
+            rows = min(rows, rows_within(state.budget_bytes, self.model_config.context_len))
         most, whole = (min(rows, n) for n in (layout.max_requests, layout.whole_windows))
         layout = replace(layout, max_requests=most, whole_windows=whole)
     state.layout = layout = stages.agree(layout, self.server_args)

@@ -41,6 +41,7 @@ def around_init(original: Original, self: Configurator, kvc: Configurator) -> No
             f"the model's config, layers {list(state.layer_ids)}. Serve it without --kv-quant."
         )
     if state.windows is None:
+        logger.info("kv-quant divides the memory once: the model's sliding windows take a part of it")
         args = kvc.server_args
         requests = compat.resolved(args, "max_running_requests")
         state.windows = WindowLayers(

@@ -173,7 +173,8 @@ def configured(applied, monkeypatch):
     return make
 
 
-def test_sglang_divides_as_we_say(configured):
+def test_sglang_divides_as_we_say(configured, caplog):
+    caplog.set_level("INFO", logger="sglang_kvq")
     sizes = configured().calculate_pool_sizes(60 * GB, PAGE_SIZE)
     state = runtime.current()
     assert state.layer_ids == tuple(range(1, 2 * LAYERS, 2))
@@ -188,6 +189,7 @@ def test_sglang_divides_as_we_say(configured):
     assert 0.999 * 60 * GB < used <= 60 * GB
     plain = 60 * GB / (BF16 * 1.8)
     assert sizes.max_total_num_tokens > 6 * plain
+    assert "divides the memory once: the model's sliding windows" in caplog.text
 
 
 @pytest.mark.parametrize("gigabytes", [2, 60])
