@@ -158,7 +158,7 @@ _SCHEDULER: tuple[Hook, ...] = (
     before("managers.scheduler.Scheduler.__init__(server_args, port_args)",
          "plugin:before_scheduler_init", "all hooks are in place, or the server stops", always=True),
     after("managers.scheduler.Scheduler.get_init_info()",
-         "observe:add_init_info", "method and rotations in /server_info"),
+         "observe:add_init_info", "method and rotations in /server_info; the longest prompt"),
     # Capacity
     around(f"{_SIZES}._compute_cell_size(kvc, num_layers)", "memory.capacity:compute_cell_size", "bytes per token"),
     after(f"{_SIZES}.__init__(kvc)", "attention.drafts:after_sizes", "prices a draft model's cache"),

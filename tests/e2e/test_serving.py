@@ -173,6 +173,17 @@ def test_a_prompt_that_cannot_fit_gets_a_400(tiny):
     tiny.generate([1, 2, 3], 1)
 
 
+def test_a_prompt_gets_an_answer_or_a_400(tiny):
+    """A cache of 1,536 tokens is smaller than the model's context. SGLang admits by pages, and refuses by tokens."""
+    longest = 1536 - 2 * 64
+    assert tiny.generate([9] * (longest - 1), 5)["meta_info"]["completion_tokens"] == 5
+    for tokens in (longest, 1536 - 64, 1536 - 7):
+        body = {"input_ids": [9] * tokens, "sampling_params": {"max_new_tokens": 5}}
+        response = requests.post(f"{tiny.url}/generate", json=body, timeout=120)
+        assert response.status_code == 400 and f"maximum allowed length ({longest} tokens)" in response.text
+    assert_empties(tiny)
+
+
 def streaming_turns(client: Client) -> list[int]:
     """Returns the cached tokens of each turn of a session that sends only its new tokens."""
     session = client.post("/open_session", capacity_of_str_len=100000, streaming=True).json()

@@ -30,7 +30,7 @@ from sglang_kvq.sglang.disaggregation.checks import mode_of
 from sglang_kvq.sglang.disaggregation.staging import entries_for, staging_bytes
 from sglang_kvq.sglang.memory import stages
 from sglang_kvq.sglang.runtime import config_of, logger
-from sglang_kvq.sglang.types import Configurator, ModelConfig, Original
+from sglang_kvq.sglang.types import Configurator, ModelConfig, Original, Scheduler
 
 
 def compute_cell_size(original: Original, self: Configurator, kvc: Configurator, num_layers: int) -> int:
@@ -178,3 +178,15 @@ def _layout(configurator: Configurator, state: runtime.Runtime, pages: int, requ
         batch=compat.prefill_batch(args),
         written=compat.step_tokens(args),
     )
+
+
+def limit_prompts(scheduler: Scheduler) -> int:
+    """Lowers the length from which on a scheduler refuses prompts, before it serves; returns the new one.
+
+    SGLang admits a request only if its prompt's pages and one more leave tokens of the cache free, and it lets the
+    answer have only these tokens. But its own limit suits pages of one token. A longer prompt would get an empty
+    answer, or wait forever and hold up all later requests.
+    """
+    most: int = min(scheduler.max_req_input_len, scheduler.max_total_num_tokens - 2 * PAGE_SIZE)
+    scheduler.max_req_input_len = most
+    return most

@@ -1,4 +1,4 @@
-"""The number of requests that run at once if data-parallel workers share ``--max-running-requests``."""
+"""The number of requests that run at once, a stage's layers, and the longest prompt."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sglang_kvq.cache.layout import KVGeometry
 from sglang_kvq.config import KVQuantConfig
 from sglang_kvq.formats.page import PageFormat
 from sglang_kvq.releases import OLD_TREE
-from sglang_kvq.sglang import compat, runtime
+from sglang_kvq.sglang import compat, observe, runtime
 from sglang_kvq.sglang.memory import capacity
 from sglang_kvq.sglang.runtime import attach
 
@@ -75,3 +75,13 @@ def test_a_stage_caches_its_own_layers(monkeypatch):
     assert state.layer_ids == (2, 3, 4) and state.geometry.layers == 3
     with pytest.raises(SystemExit, match="keeps 4 layers of models/llama in its KV cache, but .* 3 have full"):
         capacity.start_cache(configurator, KVQuantConfig("int2"), kv_heads=2, num_layers=4)
+
+
+@pytest.mark.parametrize(("context", "limit"), [(2048, 1408), (1024, 1018)], ids=["cache", "context"])
+def test_prompts_leave_a_page_for_their_answers(layout_of, monkeypatch, context, limit):
+    """SGLang's own limit is six tokens below the context, or below the cache if that is smaller."""
+    monkeypatch.setattr(observe, "fixed_state", lambda state: {})
+    layout_of(None, workers=1)
+    scheduler = SimpleNamespace(max_total_num_tokens=1536, max_req_input_len=min(context, 1536) - 6)
+    told = observe.add_init_info({"max_req_input_len": scheduler.max_req_input_len}, scheduler)
+    assert told["max_req_input_len"] == scheduler.max_req_input_len == limit
