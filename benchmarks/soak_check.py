@@ -194,7 +194,8 @@ class Checker:
         copies. A ``late talk`` has several such turns, about half of them late.
         """
         server.drain()
-        talk, turns = Talk(), []
+        talk = Talk()
+        turns: list[int] = []
         if kind in ("after a part", "cut"):
             server.json("/generate", body(prompt[: rng.randint(1, len(prompt))], 1), timeout=120)
         elif kind == "beside another":
@@ -215,13 +216,13 @@ class Checker:
                 talk = talk.after(prompt, _reply(server, prompt, count))
                 if kind == LATE_TURN or (kind == LATE_TALK and rng.random() < 0.5):
                     server.json("/generate", body(self.others(rng), 1), timeout=120)
-            prompt, turns = [*talk.tokens, *parts[-1]], talk.turns
+            prompt, turns = [*talk.tokens, *parts[-1]], list(talk.turns)
         elif kind == "resumed":
             first = _ask(server, prompt, max(count // 2, 1))
             server.drain()
             rest = _ask(server, prompt + first.tokens, max(count - count // 2, 1))
             return Answer(kind, prompt, first.tokens + rest.tokens, first.logprobs + rest.logprobs, 0)
-        answer = replace(_ask(server, prompt, count), kind=kind, turns=turns, asked=talk.asked)
+        answer = replace(_ask(server, prompt, count), kind=kind, turns=turns, asked=list(talk.asked))
         return replace(answer, cached=0) if kind == "cut" else answer
 
     def calibrate(self, server: TinyServer | PairServer, until: float) -> None:
@@ -281,7 +282,7 @@ class Checker:
             if len(self.examples) < 8:
                 self.examples.append(
                     f"{answer.kind}: prompt of {len(answer.prompt)} tokens, {answer.cached} cached, "
-                    f"turns {list(answer.turns)}, {len(answer.tokens)} answered: {found}; "
+                    f"turns {answer.turns}, {len(answer.tokens)} answered: {found}; "
                     f"ways: {', '.join(f'{way.mean:.3f}' for way in self.tried)}"
                 )
 

@@ -9,7 +9,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from benchmarks.pair_server import PairServer
 from benchmarks.tiny_models import VOCABULARY
@@ -69,8 +69,8 @@ class Answer:
     tokens: list[int]
     logprobs: list[float]
     cached: int
-    turns: Sequence[int] = ()
-    asked: Sequence[int] = ()
+    turns: list[int] = field(default_factory=list)
+    asked: list[int] = field(default_factory=list)
     retracted: bool = False
 
 
@@ -251,8 +251,8 @@ class Traffic:
             return
         after, pairs = past.after(prompt, reply), reply["meta_info"]["output_token_logprobs"]
         cached = reply["meta_info"].get("cached_tokens") or 0
-        said, logprobs = [p[1] for p in pairs], [p[0] for p in pairs]
-        self.checked(Answer(kind, prompt, said, logprobs, cached, past.turns, past.asked, after.retracted))
+        answer = Answer(kind, prompt, [p[1] for p in pairs], [p[0] for p in pairs], cached)
+        self.checked(replace(answer, turns=list(past.turns), asked=list(past.asked), retracted=after.retracted))
 
     def _prompt(self, rng: random.Random) -> tuple[list[int], Talk]:
         """Returns a prompt that begins with a node of the tree, and the node."""
