@@ -282,7 +282,7 @@ class Checker:
             if len(self.examples) < 8:
                 self.examples.append(
                     f"{answer.kind}: prompt of {len(answer.prompt)} tokens, {answer.cached} cached, "
-                    f"turns {answer.turns}, {len(answer.tokens)} answered: {found}; "
+                    f"turns {answer.turns} after prompts of {answer.asked}, {len(answer.tokens)} answered: {found}; "
                     f"ways: {', '.join(f'{way.mean:.3f}' for way in self.tried)}"
                 )
 

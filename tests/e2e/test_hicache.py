@@ -6,6 +6,7 @@ import json
 import random
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -71,11 +72,11 @@ def small_host(plugins) -> dict[str, str]:
 
 @pytest.fixture
 def start(servers, small_host, storage) -> Callable[..., Client]:
-    """``start(*flags)`` returns a client of a server with an empty cache."""
+    """``start(*flags)`` returns a client of a server with an empty cache; with ``fresh``, one that kills the last."""
 
-    def go(*flags: str) -> Client:
+    def go(*flags: str, fresh: bool = False) -> Client:
         config = ("--hicache-storage-backend-extra-config", json.dumps({"file_storage_path": str(storage)}))
-        client = Client(servers(*flags, *FLAGS, *config, env=small_host, model=servers.shallow))
+        client = Client(servers(*flags, *FLAGS, *config, env=small_host, model=servers.shallow, fresh=fresh))
         client.flush()
         return client
 
@@ -159,6 +160,30 @@ def test_a_damaged_file_is_a_miss_and_is_written_again(start, storage):
     client.flush()
     assert ask(client, mine)[0] == at("storage", PAGE_SIZE)
     assert client.state()["damaged_pages"] == 2 and client.state()["errors"] == 0
+
+
+def test_a_killed_server_leaves_its_pages(start, storage):
+    """The next server answers from files alike; pages that were being written are whole or a miss."""
+    client, mine, others = start("--kv-quant", "int2"), 60, range(61, 66)
+    ask(client, mine)
+    stored(storage, mine)
+    client.flush()
+    place, want = ask(client, mine)
+    assert place == at("storage")
+    files = len(list(storage.glob("*.bin")))
+    with ThreadPoolExecutor() as pool:
+        asked = [pool.submit(ask, client, index) for index in others]
+        wait_for(lambda: len(list(storage.glob("*.bin"))) > files, "no page is being written")
+        again = start("--kv-quant", "int2", fresh=True)
+        lost = [one.exception() for one in asked]
+    assert any(lost), "the setting: requests were running"
+    assert ask(again, mine) == (at("storage"), want)
+    for index in others:
+        ask(again, index)
+        stored(storage, index)
+        again.flush()
+        assert ask(again, index)[0] == at("storage")
+    assert again.state()["errors"] == 0
 
 
 def test_write_back(start):
