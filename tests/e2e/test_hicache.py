@@ -163,7 +163,7 @@ def test_a_damaged_file_is_a_miss_and_is_written_again(start, storage):
 
 
 def test_a_killed_server_leaves_its_pages(start, storage):
-    """The next server answers from files alike; pages that were being written are whole or a miss."""
+    """The next server gives the same answer from files. A page that was being written is whole or a miss."""
     client, mine, others = start("--kv-quant", "int2"), 60, range(61, 66)
     ask(client, mine)
     stored(storage, mine)
