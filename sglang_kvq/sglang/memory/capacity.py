@@ -185,7 +185,7 @@ def limit_prompts(scheduler: Scheduler) -> int:
 
     SGLang admits a request only if its prompt's pages and one more leave tokens of the cache free, and it lets the
     answer have only these tokens. But its own limit suits pages of one token. A longer prompt would get an empty
-    answer, or wait forever and hold up all later requests.
+    answer, or wait until its client leaves, and hold up all later requests.
     """
     most: int = min(scheduler.max_req_input_len, scheduler.max_total_num_tokens - 2 * PAGE_SIZE)
     scheduler.max_req_input_len = most
