@@ -31,6 +31,7 @@ import tempfile
 import threading
 import time
 import traceback
+from collections import ChainMap
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -201,9 +202,9 @@ class Soak:
             left = self.server.held_when_empty()
             states = [state.get("kv_quant", {}) for state in self.server.states()]
             self.leaked += sum(sum(state.get("tiers", {}).values()) for state in states) + _used(self.server)
-            self.copies = next((state["copies"] for state in states if "copies" in state), {})
-            self.moves = next((state["boundary_moves"] for state in states if "boundary_moves" in state), None)
-            self.late = next((state["late"] for state in states if "late" in state), {})
+            told = ChainMap(*states)
+            self.copies, self.late = told.get("copies", {}), told.get("late", {})
+            self.moves = told.get("boundary_moves")
         except (ServerError, ServerFailed, OSError) as error:
             left = [str(error)[:1500]]
         if left:

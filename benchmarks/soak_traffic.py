@@ -9,7 +9,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from benchmarks.pair_server import PairServer
 from benchmarks.tiny_models import VOCABULARY
@@ -246,13 +246,14 @@ class Traffic:
                 self.counts.places.update({name: n for name, n in places.items() if isinstance(n, int)})
         return replies
 
-    def _offer(self, kind: str, prompt: list[int], reply: dict, past: Talk = Talk()) -> None:
-        if not reply["comparable"]:
-            return
+    def _offer(self, kind: str, prompt: list[int], reply: dict, past: Talk = Talk()) -> Talk:
+        """Offers an answer for comparison, if it is comparable; returns the conversation after it."""
         after, pairs = past.after(prompt, reply), reply["meta_info"]["output_token_logprobs"]
-        cached = reply["meta_info"].get("cached_tokens") or 0
-        answer = Answer(kind, prompt, [p[1] for p in pairs], [p[0] for p in pairs], cached)
-        self.checked(replace(answer, turns=list(past.turns), asked=list(past.asked), retracted=after.retracted))
+        if reply["comparable"]:
+            said, logprobs = [p[1] for p in pairs], [p[0] for p in pairs]
+            cached, turns = reply["meta_info"].get("cached_tokens") or 0, list(past.turns)
+            self.checked(Answer(kind, prompt, said, logprobs, cached, turns, list(past.asked), after.retracted))
+        return after
 
     def _prompt(self, rng: random.Random) -> tuple[list[int], Talk]:
         """Returns a prompt that begins with a node of the tree, and the node."""
@@ -272,8 +273,7 @@ class Traffic:
         if len(prompt) >= self.scale.longest:
             prompt, begin = self._prompt(rng)
         reply = self._ask(rng, "conversation", prompt, self._length(rng))[0]
-        self._offer("conversation", prompt, reply, begin)
-        return begin.after(prompt, reply)  # a shorter conversation is fine, too
+        return self._offer("conversation", prompt, reply, begin)  # a shorter conversation is fine, too
 
     def _pair(self, rng: random.Random, talk: Talk) -> None:
         """Sends two cold requests at once that share a new prefix and differ in length."""
@@ -337,8 +337,7 @@ class Traffic:
                 params = {"id": session} if streaming else {"id": session, "rid": rid}
                 reply = self._ask(rng, kind, ids, rng.randint(*self.scale.answer), session_params=params)[0]
                 prompt, rid = [*past.tokens, *ids], reply["meta_info"]["id"]
-                self._offer(kind, prompt, reply, past)
-                past = past.after(prompt, reply)
+                past = self._offer(kind, prompt, reply, past)
         finally:
             self.server.request("/close_session", {"session_id": session}, timeout=60)
 

@@ -115,7 +115,7 @@ def serving(planner: Planner, row: Row, flags: list[str]) -> list[str]:
         words += ["--kv-quant-bf16-budget", f"{row.budget:g}"]
     words += ["--mem-fraction-static", f"{place.fraction:g}"]
     if planner.wish is not None and row.requests is not None and planner.wish.concurrency > row.requests:
-        words += ["--max-running-requests", str(-(-planner.wish.concurrency // place.copies))]
+        words += ["--max-running-requests", str(place.of_a_copy(planner.wish.concurrency))]
     words += [w for name, n in (("--tp", place.tp), ("--dp", place.copies)) if n > 1 for w in (name, str(n))]
     return [*commands, shlex.join(words)]
 

@@ -61,6 +61,10 @@ class Place:
         """Number of copies of the model, each with its own cache."""
         return self.count // self.tp
 
+    def of_a_copy(self, requests: int) -> int:
+        """Returns how many of all requests one copy serves."""
+        return -(-requests // self.copies)
+
     def cache_memory(self, weights: Weights) -> int:
         """Returns the bytes of each GPU that are left for the cache: the server's fraction minus the weights.
 
@@ -275,7 +279,7 @@ class Planner:
         """Returns the bytes that a GPU reads in a step divided by its bandwidth; copies share the requests equally."""
         window = min(bf16_tokens, wish.context)
         history = (wish.context - window) * share + window
-        requests = -(-wish.concurrency // self.place.copies)
+        requests = self.place.of_a_copy(wish.concurrency)
         weights = self.weights.read_by(requests, self.model.hf_text_config) / self.place.tp
         return 1e3 * (weights + requests * (history * self.token_bytes + self.other_bytes)) / self.place.gpu.bandwidth
 

@@ -158,8 +158,9 @@ _SCHEDULER: tuple[Hook, ...] = (
     before("managers.scheduler.Scheduler.__init__(server_args, port_args)",
          "plugin:before_scheduler_init", "all hooks are in place, or the server stops", always=True),
     after("managers.scheduler.Scheduler.get_init_info()",
-         "observe:add_init_info", "method and rotations in /server_info; the longest prompt"),
+         "observe:add_init_info", "method and rotations in /server_info"),
     # Capacity
+    after("managers.scheduler.Scheduler.init_model_worker()", "memory.capacity:limit_prompts", "the longest prompt"),
     around(f"{_SIZES}._compute_cell_size(kvc, num_layers)", "memory.capacity:compute_cell_size", "bytes per token"),
     after(f"{_SIZES}.__init__(kvc)", "attention.drafts:after_sizes", "prices a draft model's cache"),
     after("layers.attention.hybrid_linear_attn_backend.MambaAttnBackendBase.__init__(model_runner)",

@@ -9,7 +9,6 @@ from typing import Any
 from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.formats.record import code_bits
 from sglang_kvq.sglang import plugin, runtime
-from sglang_kvq.sglang.memory import capacity
 from sglang_kvq.sglang.types import Original, Scheduler
 
 #: Seconds without work after which a server checks its tables.
@@ -53,12 +52,11 @@ def add_internal_state(original: Original, self: Scheduler, recv_req: Any) -> An
 
 
 def add_init_info(result: dict[str, Any], scheduler: Scheduler) -> dict[str, Any]:
-    """AFTER ``Scheduler.get_init_info``: adds ``kv_quant`` to the top level of ``/server_info``, and limits prompts.
+    """AFTER ``Scheduler.get_init_info``: adds ``kv_quant`` to the top level of ``/server_info``.
 
     It holds only facts that never change, because SGLang asks once, at start.
     """
-    limit = capacity.limit_prompts(scheduler)
-    return {**result, "max_req_input_len": limit, "kv_quant": fixed_state(runtime.started())}
+    return {**result, "kv_quant": fixed_state(runtime.started())}
 
 
 def fixed_state(state: runtime.Runtime) -> dict[str, Any]:

@@ -52,6 +52,11 @@ def at(place: str, tokens: int = CACHED) -> dict[str, int]:
     return {**dict.fromkeys(PLACES, 0), place: tokens}
 
 
+def files_in(folder: Path) -> tuple[str, str]:
+    """Returns flags with which SGLang's file storage uses this folder."""
+    return "--hicache-storage-backend-extra-config", json.dumps({"file_storage_path": str(folder)})
+
+
 def push_out(client: Client) -> None:
     """Fills the device with other prompts' pages."""
     for index in range(10, 15):
@@ -75,8 +80,7 @@ def start(servers, small_host, storage) -> Callable[..., Client]:
     """``start(*flags)`` returns a client of a server with an empty cache; with ``fresh``, one that kills the last."""
 
     def go(*flags: str, fresh: bool = False) -> Client:
-        config = ("--hicache-storage-backend-extra-config", json.dumps({"file_storage_path": str(storage)}))
-        client = Client(servers(*flags, *FLAGS, *config, env=small_host, model=servers.shallow, fresh=fresh))
+        client = Client(servers(*flags, *FLAGS, *files_in(storage), env=small_host, model=servers.shallow, fresh=fresh))
         client.flush()
         return client
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +11,7 @@ import pytest
 from tests import ngrams
 from tests.e2e.client import Client
 from tests.e2e.conftest import ON_GPU
-from tests.e2e.test_hicache import CACHED, FLAGS, MORE, PLACES, at, wait_for
+from tests.e2e.test_hicache import CACHED, FLAGS, MORE, PLACES, at, files_in, wait_for
 from tests.e2e.test_speculation import NGRAM, assert_same_but_for_ties, repetitive
 
 ANSWER = 24
@@ -33,8 +32,7 @@ def start(servers, plugins, storage) -> Callable[..., Client]:
         if not ON_GPU:
             env |= ngrams.on_cpu(env["PYTHONPATH"]) if "NGRAM" in flags else {"TORCHDYNAMO_DISABLE": "1"}
             env["PYTHONPATH"] = os.pathsep.join((str(ngrams.STANDINS), env["PYTHONPATH"]))
-        config = ("--hicache-storage-backend-extra-config", json.dumps({"file_storage_path": str(storage)}))
-        return Client(servers("--kv-quant", "int4", *FLAGS, *config, *flags, env=env, model=servers.shallow))
+        return Client(servers("--kv-quant", "int4", *FLAGS, *files_in(storage), *flags, env=env, model=servers.shallow))
 
     return go
 

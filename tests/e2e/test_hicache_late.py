@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import random
 from collections.abc import Callable
@@ -17,7 +16,7 @@ from benchmarks.tiny_server import with_plugin
 from sglang_kvq.constants import PAGE_SIZE
 from tests.e2e.client import Client, together
 from tests.e2e.conftest import ON_GPU
-from tests.e2e.test_hicache import CACHED, FLAGS, PAGES, at, come_back, prompt, read, wait_for
+from tests.e2e.test_hicache import CACHED, FLAGS, PAGES, at, come_back, files_in, prompt, read, wait_for
 
 pytestmark = pytest.mark.skipif(ON_GPU, reason="on a GPU, SGLANG_TEST_HICACHE_H2D_DELAY_CYCLES makes loads late")
 #: Prompts have twice as many different pages as the device; the host has room for all.
@@ -33,10 +32,9 @@ def start(servers, plugins, tmp_path) -> Callable[[str], Client]:
     """``start(fault)`` returns a client of a server with late copies, in a memory whose boundary moves."""
 
     def go(fault: str) -> Client:
-        config = ("--hicache-storage-backend-extra-config", json.dumps({"file_storage_path": str(tmp_path / "pages")}))
         path = with_plugin(tmp_path, Path(crowded.__file__), plugins("small_host", "late_copies")["PYTHONPATH"])
         env = {"PYTHONPATH": path, "KVQ_TEST_LATE_FAULT": fault}
-        flags = ("--kv-quant", "int4", *FLAGS, *config, "--max-running-requests", str(CLIENTS))
+        flags = ("--kv-quant", "int4", *FLAGS, *files_in(tmp_path / "pages"), "--max-running-requests", str(CLIENTS))
         return Client(servers(*flags, env=env, model=servers.shallow))
 
     return go

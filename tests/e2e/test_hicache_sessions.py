@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 from pathlib import Path
@@ -14,7 +13,7 @@ from sglang_kvq.constants import PAGE_SIZE as P
 from tests.e2e import word_embeddings
 from tests.e2e.client import held_out_text
 from tests.e2e.conftest import ON_GPU
-from tests.e2e.test_hicache import wait_for
+from tests.e2e.test_hicache import files_in, wait_for
 from tests.e2e.test_sessions import BUDGET, FLAGS, QUESTION, Sessions, assert_read
 
 #: Nats a token that answers may be from transformers'. On a CPU, 0.02 were measured with the first layers, and 0.12 to
@@ -39,8 +38,7 @@ def client(servers, plugins, storage, tmp_path) -> Sessions:
     path, folder = word_embeddings.install(tmp_path)
     env = plugins("small_host")
     env["PYTHONPATH"] = os.pathsep.join((path, env["PYTHONPATH"]))
-    config = ("--hicache-storage-backend-extra-config", json.dumps({"file_storage_path": str(storage)}))
-    flags = (*FLAGS, *HICACHE, *config, "--episodic-embedder", folder)
+    flags = (*FLAGS, *HICACHE, *files_in(storage), "--episodic-embedder", folder)
     return Sessions(servers(*flags, env=env, model=servers.shallow))
 
 

@@ -180,13 +180,11 @@ def _layout(configurator: Configurator, state: runtime.Runtime, pages: int, requ
     )
 
 
-def limit_prompts(scheduler: Scheduler) -> int:
-    """Lowers the length from which on a scheduler refuses prompts, before it serves; returns the new one.
+def limit_prompts(result: None, scheduler: Scheduler) -> None:
+    """AFTER ``Scheduler.init_model_worker``: lowers the length from which on the scheduler refuses prompts.
 
     SGLang admits a request only if its prompt's pages and one more leave tokens of the cache free, and it lets the
     answer have only these tokens. But its own limit suits pages of one token. A longer prompt would get an empty
     answer, or wait until its client leaves, and hold up all later requests.
     """
-    most: int = min(scheduler.max_req_input_len, scheduler.max_total_num_tokens - 2 * PAGE_SIZE)
-    scheduler.max_req_input_len = most
-    return most
+    scheduler.max_req_input_len = min(scheduler.max_req_input_len, scheduler.max_total_num_tokens - 2 * PAGE_SIZE)

@@ -83,5 +83,6 @@ def test_prompts_leave_a_page_for_their_answers(layout_of, monkeypatch, context,
     monkeypatch.setattr(observe, "fixed_state", lambda state: {})
     layout_of(None, workers=1)
     scheduler = SimpleNamespace(max_total_num_tokens=1536, max_req_input_len=min(context, 1536) - 6)
+    capacity.limit_prompts(None, scheduler)
     told = observe.add_init_info({"max_req_input_len": scheduler.max_req_input_len}, scheduler)
     assert told["max_req_input_len"] == scheduler.max_req_input_len == limit
