@@ -25,6 +25,7 @@ class KVQuantHostPool(HostKVCache):
         places: int64 ``[n]`` on the host, rows of the next backup. SGLang passes them only on the device.
         gathered: the rows of the next backup's first tokens, and those tokens.
         damaged_pages: pages read from storage since the start that differed from the pages written.
+        readers: threads that read pages of the attached storage at once.
         remove_stored: removes a page from the attached storage, by its key; None if the storage cannot remove pages.
     """
 
@@ -54,6 +55,7 @@ class KVQuantHostPool(HostKVCache):
         self.places = torch.empty(0, dtype=torch.int64)
         self.gathered: tuple[list[int], torch.Tensor] | None = None
         self.damaged_pages = 0
+        self.readers = 1
         self.remove_stored: Callable[[str], None] | None = None
         self.layer_num = self.target_layer_num = tiers.pool.layers
         super().__init__(

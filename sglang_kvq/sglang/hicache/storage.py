@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+import threading
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -13,6 +15,8 @@ from sglang_kvq.sglang.hicache.host_page import FORMAT
 from sglang_kvq.sglang.hicache.host_pool import KVQuantHostPool, pages_of
 from sglang_kvq.sglang.runtime import Runtime, logger
 from sglang_kvq.sglang.types import CacheController, Original
+
+_counting = threading.Lock()
 
 
 def format_tag(state: Runtime, first_tokens: bool) -> str:
@@ -56,46 +60,52 @@ def around_page_get(
 ) -> int:
     """AROUND ``HiCacheController._generic_page_get`` and ``_page_get_zero_copy``: verifies the pages read from storage.
 
-    Returns the number of pages before the first missing or damaged one; SGLang computes the others. A file that is too
-    short, or that the system cannot read, raises an error for all pages of the call, so these are then read one by one.
-
-    Raises:
-        OSError: the system cannot read the only page of the call.
+    Returns the number of pages before the first one that is missing, damaged or unreadable; SGLang computes the others.
+    SGLang reads files one after another, which leaves a disk idle most of the time. Here several threads read.
     """
     host = self.storage_host_pool
     if not isinstance(host, KVQuantHostPool):
         count: int = original(self, operation, hash_values, host_indices, *args, **kwargs)
         return count
-    try:
-        count = original(self, operation, hash_values, host_indices, *args, **kwargs)
-    except OSError as error:
-        if len(hash_values) > 1:
 
-            def read(key: str, places: torch.Tensor) -> int:
-                return around_page_get(original, self, operation, [key], places, *args, **kwargs)
+    def read(keys: Sequence[str], places: torch.Tensor) -> int:
+        """Returns the number of sound pages that a run of pages begins with.
 
-            return _count(read, zip(hash_values, host_indices.split(self.page_size)))
-        if error.errno is not None:  # the page may be sound
-            raise
-        return _damaged(self, hash_values[0], str(error))
-    for i, (key, page) in enumerate(zip(hash_values[:count], pages_of(host_indices).tolist())):
-        if not host.page.is_sound(host.kv_buffer, page, key):
-            return i + _damaged(self, key, "its checksum does not fit")
-    return count
-
-
-def _count(read: Callable[[str, torch.Tensor], int], pages: Iterable[tuple[str, torch.Tensor]]) -> int:
-    """Reads pages one by one; returns the number of pages before the first that is missing, damaged or unreadable."""
-    count = 0
-    for key, places in pages:
+        A file that is too short, or that the system cannot read, raises an error for the whole run. Its pages are then
+        read one by one.
+        """
         try:
-            if not read(key, places):
-                break
+            count: int = original(self, operation, keys, places, *args, **kwargs)
         except OSError as error:
-            logger.warning("kv-quant: page %s of the storage cannot be read and is computed again: %s", key, error)
+            if len(keys) > 1:
+                single = [[key] for key in keys]
+                return _together(single, map(read, single, places.split(PAGE_SIZE)))
+            if error.errno is None:
+                return _damaged(self, keys[0], str(error))
+            # The page may be sound, so it is kept.
+            logger.warning("kv-quant: page %s of the storage cannot be read and is computed again: %s", keys[0], error)
+            return 0
+        for i, (key, page) in enumerate(zip(keys[:count], pages_of(places).tolist())):
+            if not host.page.is_sound(host.kv_buffer, page, key):
+                return i + _damaged(self, key, "its checksum does not fit")
+        return count
+
+    if host.readers == 1 or len(hash_values) == 1:
+        return read(hash_values, host_indices)
+    size = -(-len(hash_values) // host.readers)
+    runs = [hash_values[i : i + size] for i in range(0, len(hash_values), size)]
+    with ThreadPoolExecutor(len(runs), "kvq-read") as threads:
+        return _together(runs, threads.map(read, runs, host_indices.split(size * PAGE_SIZE)))
+
+
+def _together(runs: Iterable[Sequence[str]], counts: Iterable[int]) -> int:
+    """Returns the pages before the first gap in consecutive runs, of which each begins with so many pages."""
+    total = 0
+    for run, count in zip(runs, counts):
+        total += count
+        if count < len(run):
             break
-        count += 1
-    return count
+    return total
 
 
 def _damaged(controller: CacheController, key: str, why: str) -> int:
@@ -104,7 +114,8 @@ def _damaged(controller: CacheController, key: str, why: str) -> int:
     Without removal the damaged page would stay, because SGLang never overwrites a page that storage has.
     """
     host = controller.storage_host_pool
-    host.damaged_pages += 1
+    with _counting:
+        host.damaged_pages += 1
     logger.warning("kv-quant: page %s of the storage is damaged and is computed again: %s", key, why)
     if host.remove_stored is not None:
         try:

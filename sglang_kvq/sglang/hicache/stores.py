@@ -11,6 +11,8 @@ from sglang_kvq.errors import KVQuantError
 from sglang_kvq.sglang.hicache.host_pool import KVQuantHostPool
 from sglang_kvq.sglang.runtime import logger
 
+#: Threads that read a batch of files. Mooncake and NIXL have threads of their own.
+READERS = 8
 #: Result of Mooncake's ``remove`` for an object that does not exist.
 _NO_OBJECT = -704
 
@@ -28,6 +30,7 @@ def after_create(
         _set(result, backend_name, is_mla_backend=True, mla_suffix=f"{storage_config.tp_size}_{result.mha_suffix}")
     elif backend_name == "nixl":
         _set(result, backend_name, is_mla_model=True)
+    mem_pool_host.readers = READERS if backend_name == "file" else 1
     remove = _REMOVE.get(backend_name)
     mem_pool_host.remove_stored = None if remove is None else partial(remove, result)
 
