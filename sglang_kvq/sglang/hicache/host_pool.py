@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,6 +14,12 @@ from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS
 from sglang_kvq.cache.tiers import TierManager
 from sglang_kvq.constants import PAGE_SIZE
 from sglang_kvq.sglang.hicache.host_page import HostPage
+
+
+class _Targets(threading.local):
+    """The rows that a thread is about to read from storage, in this order."""
+
+    rows: Iterator[int] = iter(())
 
 
 class KVQuantHostPool(HostKVCache):
@@ -56,6 +64,7 @@ class KVQuantHostPool(HostKVCache):
         self.gathered: tuple[list[int], torch.Tensor] | None = None
         self.damaged_pages = 0
         self.readers = 1
+        self._targets = _Targets()
         self.remove_stored: Callable[[str], None] | None = None
         self.layer_num = self.target_layer_num = tiers.pool.layers
         super().__init__(
@@ -173,11 +182,27 @@ class KVQuantHostPool(HostKVCache):
     def get_data_page(self, index: int, flat: bool = True) -> torch.Tensor:
         return self.kv_buffer[int(index) // PAGE_SIZE]
 
+    @contextmanager
+    def reading(self, pages: torch.Tensor) -> Iterator[None]:
+        """Lets the calling thread read stored pages directly into rows int64 ``[n]``, in this order.
+
+        SGLang asks for an empty page for each, fills it and gives it back. New memory for each would cost more than to
+        read a file that the system has in memory.
+        """
+        self._targets.rows = iter(pages.tolist())
+        try:
+            yield
+        finally:
+            self._targets.rows = iter(())
+
     def get_dummy_flat_data_page(self) -> torch.Tensor:
-        return torch.empty(self.page.page_bytes, dtype=torch.uint8)
+        row = next(self._targets.rows, None)
+        return torch.empty(self.page.page_bytes, dtype=torch.uint8) if row is None else self.kv_buffer[row]
 
     def set_from_flat_data_page(self, index: int, data_page: torch.Tensor) -> None:
-        self.kv_buffer[int(index) // PAGE_SIZE] = data_page
+        row = self.kv_buffer[int(index) // PAGE_SIZE]
+        if row.data_ptr() != data_page.data_ptr():
+            row.copy_(data_page)
 
     def get_page_buffer_meta(self, indices: torch.Tensor) -> tuple[list[int], list[int]]:
         pages: list[int] = pages_of(indices).tolist()

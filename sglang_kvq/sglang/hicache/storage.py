@@ -75,7 +75,8 @@ def around_page_get(
         read one by one.
         """
         try:
-            count: int = original(self, operation, keys, places, *args, **kwargs)
+            with host.reading(pages_of(places)):
+                count: int = original(self, operation, keys, places, *args, **kwargs)
         except OSError as error:
             if len(keys) > 1:
                 single = [[key] for key in keys]

@@ -12,7 +12,7 @@ from sglang_kvq.sglang.hicache.host_pool import KVQuantHostPool
 from sglang_kvq.sglang.runtime import logger
 
 #: Threads that read a batch of files. Mooncake and NIXL have threads of their own.
-READERS = 8
+READERS = 4
 #: Result of Mooncake's ``remove`` for an object that does not exist.
 _NO_OBJECT = -704
 

@@ -383,15 +383,55 @@ def test_files_are_read_at_the_same_time(controller, found):
     def original(self, operation, hashes, places):
         together.wait()
         for i, key in enumerate(hashes):
-            self.storage_host_pool.set_from_flat_data_page(int(places[i * P]), found[key])
+            page = self.storage_host_pool.get_dummy_flat_data_page().copy_(found[key])
+            self.storage_host_pool.set_from_flat_data_page(int(places[i * P]), page)
         return len(hashes)
 
     assert around_page_get(original, controller, None, KEYS, indices([6, 7, 8, 9])) == len(KEYS)
     assert torch.equal(controller.host.kv_buffer[6:10], controller.host.kv_buffer[1:5])
 
 
+def test_each_thread_reads_into_rows_of_its_own(controller):
+    """A page is read into its row of host memory; only pages that nobody announced get new memory."""
+    host, rows = controller.host, controller.host.kv_buffer
+    inside = threading.Barrier(2, timeout=20)
+    seen: dict[int, list[int]] = {}
+
+    def reader(pages: list[int]) -> None:
+        with host.reading(torch.tensor(pages)):
+            inside.wait()
+            seen[pages[0]] = [host.get_dummy_flat_data_page().data_ptr() for _ in pages]
+            inside.wait()
+
+    threads = [threading.Thread(target=reader, args=(pages,)) for pages in ([4, 2], [3, 5])]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert seen == {first: [rows[page].data_ptr() for page in (first, second)] for first, second in ((4, 2), (3, 5))}
+    begin, end = rows.data_ptr(), rows.data_ptr() + rows.numel()
+    assert not begin <= host.get_dummy_flat_data_page().data_ptr() < end
+
+
+def test_rows_that_storage_fills_in_another_order_are_damaged_pages(controller, found):
+    """Storage that fills rows in another order overwrites some; their checksums then differ, so nobody reads them."""
+    from sglang_kvq.sglang.hicache.storage import around_page_get
+
+    def original(self, operation, hashes, places):
+        pages = [self.storage_host_pool.get_dummy_flat_data_page() for _ in hashes]
+        for page, key in zip(reversed(pages), hashes):
+            page.copy_(found[key])
+        for i, page in enumerate(reversed(pages)):
+            self.storage_host_pool.set_from_flat_data_page(int(places[i * P]), page)
+        return len(hashes)
+
+    assert around_page_get(original, controller, None, KEYS, indices([6, 7, 8, 9])) == 2
+    assert torch.equal(controller.host.kv_buffer[6:8], controller.host.kv_buffer[1:3])
+    assert controller.host.damaged_pages == 1
+
+
 @pytest.mark.parametrize("readers", [1, 2, 3, 8])
-@pytest.mark.parametrize("bad", [(0,), (1, 2), (3,), (0, 1, 2, 3)], ids=str)
+@pytest.mark.parametrize("bad", [(0,), (1,), (1, 2), (3,), (0, 1, 2, 3)], ids=str)
 @pytest.mark.parametrize("how", ["damaged", "short", "unreadable"])
 def test_readers_agree_on_the_first_gap(controller, found, readers, bad, how):
     """However many read, only the pages before the first gap count; a reader may find damage after it, too."""
