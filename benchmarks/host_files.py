@@ -4,8 +4,9 @@
     python benchmarks/host_files.py --pages 200 --layers 3 --readers 1 4 --folder /mnt/disk --out FILE
 
 Writes pages of Qwen3-8B's geometry with SGLang's file storage, reads them back as a server does, in SGLang's batches,
-and compares every byte. ``readers`` is the number of files that are read at once: one without the plugin, several with
-it. ``disk_gb_per_s`` is the bandwidth after the files' content was dropped from the system's memory,
+and compares every byte. ``readers`` is the number of files that are read at once. ``direct`` says whether a page is read
+into its row of host memory, or into new memory and then copied. SGLang reads one file at a time, and copies.
+``disk_gb_per_s`` is the bandwidth after the files' content was dropped from the system's memory,
 ``memory_gb_per_s`` that of a second reading. Both include checksums. ``step_us`` is the time of a step of pure Python
 on the main thread, alone and during both readings: the threads that read share Python's lock with the scheduler. Needs
 no GPU and SGLang 0.5.22 or newer. Takes less than a minute.
@@ -60,13 +61,14 @@ class Files:
         backend = HiCacheFile(config, str(folder))
         stores.after_create(backend, None, "file", config, self.host)
         self.controller = SimpleNamespace(storage_host_pool=self.host, storage_backend=backend, page_size=PAGE_SIZE)
-        self.names, self.pages, self.folder = [f"page{i}" for i in range(pages)], pages, folder
+        self.names, self.pages = [f"page{i}" for i in range(pages)], pages
         self.batch, self.rows = STORAGE_BATCH_SIZE, self.host.kv_buffer
         self.rows[:pages].random_(256)
         for begin in range(0, pages, self.batch):
             names = self.names[begin : begin + self.batch]
             storage.before_page_set(self.controller, names, _indices(begin, len(names)))
             HiCacheController._generic_page_set(self.controller, names, _indices(begin, len(names)))
+        self.direct = True
         self._get, self._original = storage.around_page_get, HiCacheController._generic_page_get
 
     def read(self) -> None:
@@ -76,11 +78,17 @@ class Files:
             SystemExit: a page is missing.
         """
         operation = SimpleNamespace(request_id="bench", is_terminated=lambda: False)
+        original = self._original if self.direct else self._into_new_memory
         for begin in range(0, self.pages, self.batch):
             names = self.names[begin : begin + self.batch]
             places = _indices(self.pages + begin, len(names))
-            if self._get(self._original, self.controller, operation, names, places) != len(names):
+            if self._get(original, self.controller, operation, names, places) != len(names):
                 raise SystemExit(f"pages {begin} and later: not all came back; no speed for a wrong result.")
+
+    def _into_new_memory(self, *args: Any) -> int:
+        with self.host.reading(torch.empty(0, dtype=torch.int64)):
+            count: int = self._original(*args)
+        return count
 
     def check(self) -> None:
         """Compares all bytes that were read with those that were written.
@@ -138,8 +146,9 @@ def rows_of(args: argparse.Namespace, folder: Path) -> Iterator[dict]:
     end = time.perf_counter() + 1
     alone = statistics.median(steps_until(lambda: time.perf_counter() > end))
     size = args.pages * files.host.page_bytes / 1e9
-    for readers in args.readers or [1, files.host.readers]:
-        files.host.readers = readers
+    several = [(readers, True) for readers in args.readers or [1, files.host.readers]]
+    for readers, direct in ((1, False), *several):
+        files.host.readers, files.direct = readers, direct
         forget_files(folder)
         disk, steps = beside(files.read)
         files.check()
@@ -147,7 +156,8 @@ def rows_of(args: argparse.Namespace, folder: Path) -> Iterator[dict]:
         files.check()
         steps = sorted(steps + more)
         yield {
-            "case": f"{readers} readers, {args.pages} pages", "readers": readers, "pages": args.pages,
+            "case": f"{readers} readers{'' if direct else ', copied'}, {args.pages} pages",
+            "readers": readers, "direct": direct, "pages": args.pages,
             "layers": args.layers, "page_bytes": files.host.page_bytes,
             "disk_gb_per_s": float(f"{size / disk:.4g}"), "memory_gb_per_s": float(f"{size / memory:.4g}"),
             "step_us": round(alone), "step_us_beside": round(statistics.median(steps)),
