@@ -4,8 +4,8 @@
     python benchmarks/host_files.py --pages 200 --layers 3 --readers 1 4 --folder /mnt/disk --out FILE
 
 Writes pages of Qwen3-8B's geometry with SGLang's file storage, reads them back as a server does, in SGLang's batches,
-and compares every byte. ``readers`` is the number of files that are read at once. ``direct`` says whether a page is read
-into its row of host memory, or into new memory and then copied. SGLang reads one file at a time, and copies.
+and compares every byte. ``readers`` is the number of files that are read at once. A page is read into its row of host
+memory (``direct``), or into new memory and then copied. SGLang reads one file at a time, and copies.
 ``disk_gb_per_s`` is the bandwidth after the files' content was dropped from the system's memory,
 ``memory_gb_per_s`` that of a second reading. Both include checksums. ``step_us`` is the time of a step of pure Python
 on the main thread, alone and during both readings: the threads that read share Python's lock with the scheduler. Needs
