@@ -30,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
 from benchmarks import record
+from benchmarks.capacity import existing_folder
 from benchmarks.hicache import forget_files
 from benchmarks.host_rows import KV_HEADS, TWO
 from sglang_kvq.cache.pool import PagePool
@@ -171,8 +172,11 @@ def main() -> None:
     parser.add_argument("--pages", type=int, default=3125, help="pages of 64 tokens; default %(default)s")
     parser.add_argument("--layers", type=int, default=12, help="default %(default)s")
     parser.add_argument("--readers", type=int, nargs="+", help="default: 1, and as served")
-    parser.add_argument("--folder", type=Path, help="folder for the files; default a temporary one")
+    parser.add_argument("--folder", type=existing_folder, help="folder for the files; default a temporary one")
     args = parser.parse_args()
+    for flag, least in (("pages", args.pages), ("layers", args.layers), ("readers", min(args.readers or [1]))):
+        if least < 1:
+            parser.error(f"--{flag} {least}: it must be at least 1.")
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         for row in rows_of(args, Path(folder)):

@@ -53,3 +53,11 @@ def test_a_lost_file_has_no_speed(command, monkeypatch):
     with pytest.raises(SystemExit, match="not all came back; no speed for a wrong result"):
         host_files.main()
     assert not command.exists()
+
+
+@pytest.mark.parametrize("words", [["--pages", "0"], ["--layers", "-1"], ["--readers", "4", "0"]], ids=" ".join)
+def test_impossible_numbers_are_named(command, monkeypatch, capsys, words):
+    monkeypatch.setattr(sys, "argv", [*sys.argv, *words])
+    with pytest.raises(SystemExit):
+        host_files.main()
+    assert f"{words[0]} {words[-1]}: it must be at least 1." in capsys.readouterr().err and not command.exists()
