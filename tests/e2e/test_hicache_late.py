@@ -25,8 +25,8 @@ PROMPTS, CLIENTS, ROUNDS = 12, 4, 8
 ALIKE, SHARED = 3, 2 * PAGE_SIZE
 #: Nats a token by which batches of other sizes may change an answer, because BF16 is rounded.
 ROUNDING = 0.015
-#: Makes matrix products use no instructions of newer processors, by which batches of other sizes changed answers by up to
-#: 0.04 nats.
+#: Makes matrix products use no instructions of newer processors. With those, batches of other sizes changed answers by
+#: up to 0.04 nats.
 STEADY = {"ONEDNN_MAX_CPU_ISA": "AVX2"}
 
 
