@@ -15,7 +15,7 @@ from benchmarks import crowded
 from benchmarks.tiny_server import with_plugin
 from sglang_kvq.constants import PAGE_SIZE
 from tests.e2e.client import Client, together
-from tests.e2e.conftest import ON_GPU
+from tests.e2e.conftest import ON_GPU, STEADY
 from tests.e2e.test_hicache import CACHED, FLAGS, PAGES, at, come_back, files_in, prompt, read, wait_for
 
 pytestmark = pytest.mark.skipif(ON_GPU, reason="on a GPU, SGLANG_TEST_HICACHE_H2D_DELAY_CYCLES makes loads late")
@@ -25,9 +25,6 @@ PROMPTS, CLIENTS, ROUNDS = 12, 4, 8
 ALIKE, SHARED = 3, 2 * PAGE_SIZE
 #: Nats a token by which batches of other sizes may change an answer, because BF16 is rounded.
 ROUNDING = 0.015
-#: Makes matrix products use no instructions of newer processors. With those, batches of other sizes changed answers by
-#: up to 0.04 nats.
-STEADY = {"ONEDNN_MAX_CPU_ISA": "AVX2"}
 
 
 @pytest.fixture

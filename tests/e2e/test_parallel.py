@@ -9,6 +9,7 @@ from transformers import AutoTokenizer
 
 from sglang_kvq.sglang import compat
 from tests.e2e.client import Client, held_out_text, together
+from tests.e2e.conftest import STEADY
 from tests.e2e.test_numbers import QUANTIZED
 from tests.e2e.test_serving import STRICT, assert_empties
 
@@ -44,7 +45,7 @@ def one_worker(servers, ids) -> torch.Tensor:
 @pytest.fixture
 def three(servers, one_worker) -> Client:
     needs_gpus(TP)
-    return Client(servers(*OSCAR, "--tp-size", str(TP), env=STRICT, alone=True))
+    return Client(servers(*OSCAR, "--tp-size", str(TP), env={**STRICT, **STEADY}, alone=True))
 
 
 def test_tensor_parallel_workers_compute_what_one_does(three, one_worker, ids):

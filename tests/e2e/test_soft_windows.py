@@ -13,6 +13,8 @@ FLAGS = (
     *("--chunked-prefill-size", "512", "--kv-quant-bf16-budget", "0.1"),
 )
 STREAMS = 16
+#: Nats by which batches of other sizes change the likeliest token's log-probability (docs/testing.md).
+ROUNDING = 0.042
 
 
 def prompt(index: int, tokens: int = 420) -> list[int]:
@@ -33,11 +35,14 @@ def test_requests_run_at_once_whose_windows_do_not_fit(soft, servers):
     assert 0 < whole_windows < STREAMS == whole["requests_with_whole_windows"]
     log = servers(*FLAGS, "--kv-quant-recent-min", "0", env=STRICT).log()
     assert f"at most {STREAMS} running requests, {whole_windows} of them with whole windows" in log
-    alone = soft.generate(prompt(3), 40)["output_ids"]
+    alone = soft.generate(prompt(3), 40, return_logprob=True)["meta_info"]["output_token_logprobs"]
     soft.flush()
     # One HTTP request for all: on a slow host, the first of several could end before the last arrives.
-    answers = [answer["output_ids"] for answer in soft.generate([prompt(i) for i in range(STREAMS)], 70)]
+    asked = soft.generate([prompt(i) for i in range(STREAMS)], 70, return_logprob=True)
+    answers = [answer["meta_info"]["output_token_logprobs"] for answer in asked]
     assert [len(answer) for answer in answers] == [70] * STREAMS
-    assert answers[3][:2] == alone[:2]  # later tokens read recent pages from records
+    assert answers[3][0][1] == alone[0][1]
+    # Two tokens may be almost as likely. Later tokens read recent pages from records.
+    assert all(abs(one[0] - other[0]) < ROUNDING for one, other in zip(answers[3][:2], alone[:2]))
     assert soft.state()["errors"] == 0
     assert_empties(soft)

@@ -21,7 +21,7 @@ from benchmarks.tiny_models import MODELS
 from benchmarks.tiny_server import TinyServer, body
 from sglang_kvq.releases import OLD_TREE
 from sglang_kvq.sglang import compat
-from tests.e2e.conftest import ON_GPU, READY
+from tests.e2e.conftest import ON_GPU, READY, STEADY
 from tests.e2e.test_serving import PRESSED
 from tests.e2e.test_speculation import NGRAM, TIE, kernels
 from tests.gpu.families import ROUNDING
@@ -41,13 +41,15 @@ FLAGS = (
 )
 #: Makes SGLang free tokens that left a window after every step, so that drafts in flight would miss them.
 ENV = {**PRESSED, "SGLANG_SWA_EVICTION_INTERVAL": "1"}
+#: Like ``STEADY``, for recurrent states, which are computed in FP32.
+STEADY_STATES = {"MKL_CBWR": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}
 
 
 @pytest.fixture(scope="module", params=list(zip(("mellum", "qwen3_next"), WAYS)), ids=" ".join)
 def said(request, plugins, tmp_path_factory) -> Iterator[dict]:
     (name, way), folder = request.param, tmp_path_factory.mktemp("families")
     model = MODELS[name]
-    env, found = dict(ENV), kernels()
+    env, found = {**ENV, **STEADY, **STEADY_STATES}, kernels()
     if not ON_GPU:
         installed = plugins("linear_attention_on_cpu", "drafting_on_cpu")
         env["PYTHONPATH"] = os.pathsep.join([found.pop("PYTHONPATH"), installed["PYTHONPATH"]])
