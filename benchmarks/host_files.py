@@ -18,9 +18,9 @@ import argparse
 import statistics
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -87,7 +87,7 @@ class Files:
                 raise SystemExit(f"pages {begin} and later: not all came back; no speed for a wrong result.")
 
     def _into_new_memory(self, *args: Any) -> int:
-        with self.host.reading(torch.empty(0, dtype=torch.int64)):
+        with self.host.reading(()):
             count: int = self._original(*args)
         return count
 
@@ -123,23 +123,16 @@ def beside(run: Callable[[], None]) -> tuple[float, list[float]]:
     Raises:
         SystemExit: ``run`` raised it.
     """
-    found: list[Any] = []
 
-    def timed() -> None:
+    def timed() -> float:
         begin = time.perf_counter()
-        try:
-            run()
-        except SystemExit as problem:
-            found.append(problem)
-        else:
-            found.append(time.perf_counter() - begin)
+        run()
+        return time.perf_counter() - begin
 
-    thread = threading.Thread(target=timed)
-    thread.start()
-    spans = steps_until(lambda: not thread.is_alive())
-    if isinstance(found[0], SystemExit):
-        raise found[0]
-    return found[0], spans
+    with ThreadPoolExecutor(1) as thread:
+        job = thread.submit(timed)
+        spans = steps_until(job.done)
+    return job.result(), spans
 
 
 def rows_of(args: argparse.Namespace, folder: Path) -> Iterator[dict]:

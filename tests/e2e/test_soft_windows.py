@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks.session_reference import ROUNDING
 from tests.e2e.client import Client
 from tests.e2e.test_serving import STRICT, assert_empties
 
@@ -13,8 +14,6 @@ FLAGS = (
     *("--chunked-prefill-size", "512", "--kv-quant-bf16-budget", "0.1"),
 )
 STREAMS = 16
-#: Nats by which batches of other sizes change the likeliest token's log-probability (docs/testing.md).
-ROUNDING = 0.042
 
 
 def prompt(index: int, tokens: int = 420) -> list[int]:

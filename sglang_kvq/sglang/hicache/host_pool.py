@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -183,13 +183,13 @@ class KVQuantHostPool(HostKVCache):
         return self.kv_buffer[int(index) // PAGE_SIZE]
 
     @contextmanager
-    def reading(self, pages: torch.Tensor) -> Iterator[None]:
-        """Lets the calling thread read stored pages directly into rows int64 ``[n]``, in this order.
+    def reading(self, rows: Iterable[int]) -> Iterator[None]:
+        """Lets the calling thread read stored pages directly into these rows, in this order.
 
         SGLang asks for an empty page for each, fills it and gives it back. New memory for each would cost more than to
         read a file that the system has in memory.
         """
-        self._targets.rows = iter(pages.tolist())
+        self._targets.rows = iter(rows)
         try:
             yield
         finally:

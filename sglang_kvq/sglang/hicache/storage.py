@@ -74,8 +74,9 @@ def around_page_get(
         A file that is too short, or that the system cannot read, raises an error for the whole run. Its pages are then
         read one by one.
         """
+        rows = pages_of(places).tolist()
         try:
-            with host.reading(pages_of(places)):
+            with host.reading(rows):
                 count: int = original(self, operation, keys, places, *args, **kwargs)
         except OSError as error:
             if len(keys) > 1:
@@ -86,8 +87,8 @@ def around_page_get(
             # The page may be sound, so it is kept.
             logger.warning("kv-quant: page %s of the storage cannot be read and is computed again: %s", keys[0], error)
             return 0
-        for i, (key, page) in enumerate(zip(keys[:count], pages_of(places).tolist())):
-            if not host.page.is_sound(host.kv_buffer, page, key):
+        for i, (key, row) in enumerate(zip(keys[:count], rows)):
+            if not host.page.is_sound(host.kv_buffer, row, key):
                 return i + _damaged(self, key, "its checksum does not fit")
         return count
 

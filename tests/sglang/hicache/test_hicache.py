@@ -398,7 +398,7 @@ def test_each_thread_reads_into_rows_of_its_own(controller):
     seen: dict[int, list[int]] = {}
 
     def reader(pages: list[int]) -> None:
-        with host.reading(torch.tensor(pages)):
+        with host.reading(pages):
             inside.wait()
             seen[pages[0]] = [host.get_dummy_flat_data_page().data_ptr() for _ in pages]
             inside.wait()
