@@ -34,8 +34,7 @@ NIGHTLY = {
     r"e2e/modes/test_priorities": "tests/e2e/test_serving.py: retraction",
     # Tests with servers that repeat what other tests of their file show.
     r"e2e/test_hybrid\.py.*\[no radix cache\]": "tests/e2e/test_hybrid.py: differs from the other in a lookup",
-    r"e2e/test_hicache\.py::test_(a_killed|write_back|first_|host_memory)": "tests/sglang/hicache/test_hicache.py: "
-    "what is ours",
+    r"e2e/test_hicache\.py::test_(a_killed|write_back|first_|host_memory)": "tests/sglang/hicache: what is ours",
     r"e2e/test_hicache_late\.py::test_answers_without": "tests/cache/test_host_schedules.py: schedules find the same "
     "faults; tests/e2e/test_hicache_late.py: late copies",
     r"e2e/test_hicache_stores\.py": "tests/sglang/hicache/test_stores.py: SGLang's classes over other clients",

@@ -13,7 +13,8 @@ from sglang_kvq.errors import KVQuantError
 from tests.cache.test_sink_token_cache import prompt
 from tests.cache.test_tiers import prefill
 from tests.sglang.hicache import fake_stores
-from tests.sglang.hicache.test_hicache import KEYS, Controller, indices, pages_in_tree
+from tests.sglang.hicache.test_hicache import Controller, indices, pages_in_tree
+from tests.sglang.hicache.test_storage import KEYS
 
 TAG = "some/model-kvq1-test-0123"
 
